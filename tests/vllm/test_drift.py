@@ -1,9 +1,8 @@
-"""vLLM has what kvstow relies on: the installed vLLM, or the sources in KVSTOW_VLLM_SOURCES."""
+"""The installed vLLM has what kvstow relies on."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,9 +32,6 @@ OURS = sorted((Path(kvstow.__file__).parent / "vllm").rglob("*.py"))
 
 def root() -> Path:
     """Return the folder of vLLM's package without importing it."""
-    unpacked = os.environ.get("KVSTOW_VLLM_SOURCES")
-    if unpacked:
-        return Path(unpacked)
     spec = find_spec("vllm")
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]).parent

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports Triton
 import torch
+from tests.vllm.versions import planning
 from transformers import (
     CONFIG_MAPPING,
     DeepseekV3Config,
@@ -20,7 +21,6 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateShapeCalculator,
 )
 from vllm.model_executor.models.config import NemotronHForCausalLMConfig
-from vllm.v1.core.kv_cache_utils import _get_kv_cache_groups_uniform_page_size
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheSpec,
@@ -55,7 +55,7 @@ def test_groups_are_those_of_vllm(name: str) -> None:
     }
     layers = {f"layers.{number}": specs[kind] for number, kind in enumerate(model.layers)}
 
-    groups = _get_kv_cache_groups_uniform_page_size(layers)
+    groups = planning._get_kv_cache_groups_uniform_page_size(layers)
 
     own = lay_out(model, BLOCK)
     assert [len(group.layer_names) for group in groups] == [one.num_layers for one in own.groups]
@@ -74,7 +74,9 @@ def test_nearly_equal_numbers_of_layers_are_two_groups(windows: int, full: int) 
         "window": SlidingWindowSpec(**size, sliding_window=128),
     }
     layers = {f"layers.{number}": specs[kind] for number, kind in enumerate(kinds)}
-    sizes = [len(group.layer_names) for group in _get_kv_cache_groups_uniform_page_size(layers)]
+    sizes = [
+        len(group.layer_names) for group in planning._get_kv_cache_groups_uniform_page_size(layers)
+    ]
     assert [size for kind in _group_sizes([windows, full]) for size in kind] == sizes
 
 

@@ -136,6 +136,8 @@ def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
     worker.connector_worker = SimpleNamespace(xfer_handshake_metadata=payload)
     scheduler = object.__new__(Nixl)
     scheduler.connector_scheduler = object.__new__(NixlBaseConnectorScheduler)
+    scheduler.connector_scheduler._handshake_data = {}
+    scheduler.connector_scheduler._registration_generation = 0
     # It listens on no socket. It checks the handshake before.
     scheduler.connector_scheduler._nixl_handshake_listener_t = threading.current_thread()
     meta = multi_connector(KVConnectorRole.WORKER, worker).get_handshake_metadata()

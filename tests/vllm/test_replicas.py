@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, PAGE_BYTES, cache_config, engine_config
 from tests.vllm.ranks import Ranks, Server, expected, server
+from tests.vllm.versions import planning
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from kvstow import ConfigError
@@ -435,10 +435,10 @@ def replicas_of(folder: Path, num: int = 2, tp: int = 2, rank: int = 0, **change
 
 def test_vllm_says_which_ranks_have_equal_kv() -> None:
     groups = [KVCacheGroupSpec(["a"], MLA)]
-    assert kv_cache_groups_tp_replicas(groups, 8) == 8
-    assert kv_cache_groups_tp_replicas(groups, 8, dcp_size=2) == 1
+    assert planning.kv_cache_groups_tp_replicas(groups, 8) == 8
+    assert planning.kv_cache_groups_tp_replicas(groups, 8, dcp_size=2) == 1
     heads = [KVCacheGroupSpec(["a"], FULL)]
-    assert kv_cache_groups_tp_replicas([*groups, *heads], 8) == 1, "heads may differ"
+    assert planning.kv_cache_groups_tp_replicas([*groups, *heads], 8) == 1, "heads may differ"
     assert KVCacheConfig(4, [], groups).kv_tp_replicas == 1, "unless vLLM says so"
 
 

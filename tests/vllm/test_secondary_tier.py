@@ -144,6 +144,12 @@ class World:
         self.manager.on_new_request(request)
         return request
 
+    def reset(self) -> None:
+        """Reset as vLLM does, whose workers have nothing left to write."""
+        self.manager.reset_cache()
+        if (flushed := getattr(self.manager, "on_reset_flushed", None)) is not None:  # vLLM 0.33
+            flushed()
+
     def end_step(self) -> None:
         self.manager.on_schedule_end(ScheduleEndContext((), ()))
 
@@ -533,7 +539,7 @@ def test_without_checksums_a_damaged_chunk_is_served(
 
 def change_weights(world: World) -> None:
     """Change the weights in place. vLLM resets, and its CPU tier forgets all."""
-    world.manager.reset_cache()
+    world.reset()
     world.epoch += 1
 
 
@@ -578,10 +584,10 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
 ) -> None:
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
-    world.manager.reset_cache()
+    world.reset()
     assert world.load(KEYS[0]) is not None
     version.write_text("8")
-    world.manager.reset_cache()
+    world.reset()
     assert world.load(KEYS[1]) is None
 
 
@@ -603,11 +609,11 @@ def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
     """vLLM resets its caches before it sleeps, and not when it wakes."""
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
-    world.manager.reset_cache()
+    world.reset()
     version.write_text("8")
     assert not world.has(KEYS[0])
     world.store(KEYS[:4])
-    world.manager.reset_cache()
+    world.reset()
     assert world.has(KEYS[0])
 
 
@@ -618,13 +624,13 @@ def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
     world = make(weights_version_path=str(version))
     running = world.request("running")
     version.write_text("8")
-    world.manager.reset_cache()
+    world.reset()
     world.store(KEYS[:4])  # with KV of the old weights
     world.manager.on_request_finished(running)
-    world.manager.reset_cache()
+    world.reset()
     assert not world.has(KEYS[0])
     world.store(KEYS[:4])
-    world.manager.reset_cache()
+    world.reset()
     assert world.has(KEYS[0])
 
 
