@@ -187,7 +187,7 @@ def test_partly_filled_block_takes_a_place_on_the_device(
             output_tokens,
             (*documents[min(7, int(chances.expovariate(1 / 2)))], next(new)),
         )
-        for at in range(100)
+        for at in range(50)
     ]
     trace = Trace("trace", BLOCK, requests)
     planned = PlanTrace(("trace",), BLOCK, False, [PlanRequest(one, 0) for one in requests])

@@ -148,18 +148,15 @@ def each_fault(
     assert counting.num_calls > 2
     failed = set[str]()
     gc.freeze()  # so that each collection looks at new objects only
-    try:
-        before = resources()
-        for error in errors:
-            for at in range(1, counting.num_calls + 1):
-                faults = Faults(at, error)
-                scenario(faults)
-                # Otherwise the error's traceback keeps them alive.
-                error.__traceback__ = error.__context__ = error.__cause__ = None
-                assert resources() == before, f"{error!r} at call {at}, {faults.failed}"
-                failed.add(faults.failed)
-    finally:
-        gc.unfreeze()
+    before = resources()
+    for error in errors:
+        for at in range(1, counting.num_calls + 1):
+            faults = Faults(at, error)
+            scenario(faults)
+            # Otherwise the error's traceback keeps them alive.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            assert resources() == before, f"{error!r} at call {at}, {faults.failed}"
+            failed.add(faults.failed)
     return failed - {""}
 
 

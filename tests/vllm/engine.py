@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -47,8 +48,10 @@ try:
 except ImportError:  # vLLM before 0.32 does not inspect imported objects
     dispatcher = None
 
-# Other tests may have loaded torch already, which reads OMP_NUM_THREADS once.
+# Other tests may have loaded torch already, which reads the environment once. Compilation by torch
+# starts a C++ compiler, and takes an engine 20 seconds.
 torch.set_num_threads(1)
+torch._dynamo.config.disable = True
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
@@ -144,7 +147,7 @@ def _install_kernels(model: Path, patch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def _vars(value: object) -> Mapping[str, Any]:
     found: Any = vars(value)
-    return found if isinstance(found, Mapping) else {}
+    return found if type(found) in (dict, MappingProxyType) else {}
 
 
 class _Immediate:
@@ -193,6 +196,8 @@ class Engine:
         scheduling: str = "sync",
         **settings: Any,
     ) -> None:
+        # vLLM collects garbage at each start, which takes half a second for all that lives already.
+        gc.freeze()
         self._patch = pytest.MonkeyPatch()
         # vLLM inspects all imported objects, and fails at an object of llvmlite that claims to have
         # a `__dict__`. With n-gram drafts no second engine could start.
@@ -251,7 +256,7 @@ class Engine:
     def generate(
         self,
         asked: Sequence[Sequence[int]],
-        max_tokens: int = 16,
+        max_tokens: int = 8,
         lora_request: Any = None,
         hints: Sequence[dict[str, Any]] | None = None,
         **prompt: Any,
@@ -270,7 +275,7 @@ class Engine:
         return [answer(output) for output in outputs]
 
     def begin(
-        self, asked: Sequence[Sequence[int]], max_tokens: int = 16, lora_request: Any = None
+        self, asked: Sequence[Sequence[int]], max_tokens: int = 8, lora_request: Any = None
     ) -> None:
         """Add requests, which `step` and `finish` then run."""
         self.answers: dict[str, Answer] = {}
@@ -379,6 +384,6 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core
         ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
         self._patch.undo()
-        gc.collect()
+        cleanup_dist_env_and_memory()  # collects garbage, and unfreezes what lives
+        gc.freeze()

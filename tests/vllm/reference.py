@@ -28,10 +28,10 @@ class Reference:
         runner = os.environ["KVSTOW_MODEL_RUNNER"]
         os.environ["KVSTOW_MODEL_RUNNER"] = "v1"
         try:
-            # Spawned, not forked, because vLLM already runs in this process.
-            self._pool = ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn"), _start, (model,)
-            )
+            # Forked by a server that has imported vLLM once, and runs no engine.
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(["tests.vllm.engine"])
+            self._pool = ProcessPoolExecutor(1, context, _start, (model,))
             self.ask(range(3, 40))
         finally:
             os.environ["KVSTOW_MODEL_RUNNER"] = runner

@@ -170,30 +170,27 @@ class Bench:
         ) from failed
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path, Reference]]:
-    folder = models.make_model(MODELS[request.param][0], tmp_path_factory.mktemp(request.param))
-    reference = Reference(folder, NUM_TOKENS)
-    yield request.param, folder, reference
-    reference.close()
-
-
 @pytest.fixture(
-    scope="module", params=itertools.product(["sync", "async"], ["plain", "drafts"]), ids="-".join
+    scope="module",
+    params=itertools.product(MODELS, ["sync", "async"], ["plain", "drafts"]),
+    ids="-".join,
 )
-def bench(request: pytest.FixtureRequest, model: tuple[str, Path, Reference]) -> Iterator[Bench]:
-    name, folder, reference = model
-    kind = (name, *request.param)
-    if name in WITHOUT_DRAFTS and request.param[1] == "drafts":
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    kind: tuple[str, str, str] = request.param
+    name, _, drafts = kind
+    if name in WITHOUT_DRAFTS and drafts == "drafts":
         pytest.skip("vLLM's CPU engine has no drafts for recurrent states")
     if kind not in IN_CI and not IS_FULL:
         pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
+    folder = models.make_model(MODELS[name][0], tmp_path_factory.mktemp(name))
+    reference = Reference(folder, NUM_TOKENS)
     with folder_on_disk() as disk:
         bench = Bench(folder, kind, reference, disk)
         yield bench
         bench.engine.close()
+    reference.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -245,7 +245,6 @@ def test_an_error_in_any_call_loses_no_job_and_leaks_nothing(
         faults = run.faults
         del run
         assert all(map(int.__le__, left(faults), before)), f"call {at}, {name}"
-    gc.unfreeze()
 
 
 def check_loaded(run: Run, tensor: torch.Tensor) -> None:
