@@ -10,6 +10,7 @@ import itertools
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -185,12 +186,10 @@ def bench(
     if kind not in IN_CI and not IS_FULL:
         pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
     folder = models.make_model(MODELS[name][0], tmp_path_factory.mktemp(name))
-    reference = Reference(folder, NUM_TOKENS)
-    with folder_on_disk() as disk:
+    with closing(Reference(folder, NUM_TOKENS)) as reference, folder_on_disk() as disk:
         bench = Bench(folder, kind, reference, disk)
         yield bench
         bench.engine.close()
-    reference.close()
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -21,7 +21,7 @@ from kvstow.vllm.stats import EACH, EXPORTED
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
 IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-# More than the device holds, enough for preemptions, or the script's own defaults.
+# Prompts that exceed the device's cache, and enough for preemptions; or the script's defaults.
 NUM_TC3, NUM_TC5 = (100, 300) if IS_FULL else (30, 40)
 # Room for all prompts of TC3, and of TC5 with their answers.
 NUM_HOST_BLOCKS = 4000 if IS_FULL else 1500
