@@ -34,7 +34,7 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-traces test-differential test-vllm-full test-tiers faults drift soak model fuzz test-copy stress lint docs evidence optimize bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
+.PHONY: help run test test-traces test-differential test-vllm-full test-tiers test-faults faults drift soak model fuzz test-copy stress lint lint-rust lint-python test-rust docs evidence optimize bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,8 +43,8 @@ run: $(VENV)/.run ## replay a real request trace, and verify every loaded block 
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
 
 # The tests start hundreds of processes. With this variable, each would compile its imports again.
-test: lint ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
-	cargo test
+test: $(VENV)/.test $(VENV)/.docs ## run everything that CI runs: lint, cargo test, pytest (which also builds the site)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-python test-rust
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS)
 
 test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
@@ -82,7 +82,10 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 	KVSTOW_SEEDS=1000 $(BIN)/pytest tests/tiers/resp/test_faults.py tests/tiers/test_mooncake_faults.py
 	KVSTOW_MOONCAKE_LATE=full $(BIN)/pytest tests/tiers/test_mooncake_late.py
 	KVSTOW_SEEDS=850 $(BIN)/pytest -s tests/engine/test_disk_random.py
-	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_disk_faults.py
+
+test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, and interrupt each line of a CUDA lane twice
+	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_faults.py tests/engine/test_disk_faults.py \
+	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py
 
 faults: $(VENV)/.test ## print what a request sees of each fault of a disk, beside vLLM's own fs tier
 	$(BIN)/python -m benches.disk_faults
@@ -130,15 +133,22 @@ test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri 
 stress: $(VENV)/.test ## interrupt engines at random moments, with forks and a thread that reads stats, for SECONDS=600
 	$(BIN)/python -m tests.stress --seconds $(SECONDS)
 
-lint: $(VENV)/.test $(VENV)/.docs ## check formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
+lint: lint-rust lint-python ## check formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
+
+lint-rust: | $(VENV)/.run
 	@$(need_cargo)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+lint-python: $(VENV)/.test $(VENV)/.docs
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvstow._core
+
+test-rust: lint-rust
+	cargo test
 
 docs: $(VENV)/.docs ## build the documentation as a site in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -18,6 +18,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFileOfEngines(config, log)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.has_plugin("xdist"):
+        from tests.workers import longest_first  # noqa: PLC0415 - as above
+
+        longest_first(items)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen_heap() -> None:
     """Let collections skip what lives already: after an import of vLLM each takes half a second."""

@@ -196,9 +196,12 @@ class Engine:
         scheduling: str = "sync",
         **settings: Any,
     ) -> None:
-        # vLLM collects garbage at each start, which takes half a second for all that lives already.
-        gc.freeze()
         self._patch = pytest.MonkeyPatch()
+        # vLLM collects garbage at each start and end, which takes a second for all that lives
+        # already. It freezes its engine, too, and at the end unfreezes everything.
+        gc.freeze()
+        self._patch.setattr(gc, "freeze", lambda: None)
+        self._patch.setattr(gc, "unfreeze", lambda: None)
         # vLLM inspects all imported objects, and fails at an object of llvmlite that claims to have
         # a `__dict__`. With n-gram drafts no second engine could start.
         if dispatcher is not None:
@@ -384,6 +387,5 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm, self.core
         ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()  # collects garbage
         self._patch.undo()
-        cleanup_dist_env_and_memory()  # collects garbage, and unfreezes what lives
-        gc.freeze()

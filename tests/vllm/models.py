@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 VOCAB_SIZE = 1024
 
 _COMMON = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 64,
@@ -36,24 +36,24 @@ LLAMA = {
     **_COMMON,
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "rms_norm_eps": 1e-5,
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
 
-# Six groups: five windows of 128 tokens and one of full attention.
+# Three groups: two windows of 128 tokens and one of full attention.
 GEMMA = {
     **_COMMON,
     "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text",
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 3,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "rope_local_base_freq": 10000.0,
     "sliding_window": 128,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     "query_pre_attn_scalar": 64,
     "hidden_activation": "gelu_pytorch_tanh",
 }
@@ -79,6 +79,8 @@ DEEPSEEK: dict[str, object] = {
 
 _HYBRID: dict[str, object] = {
     **_COMMON,
+    "hidden_size": 256,
+    "intermediate_size": 512,
     "num_hidden_layers": 6,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,18 +35,19 @@ SETTINGS = {
 START_S, END_S = 240, 90
 
 
-@contextmanager
-def served(
-    model: Path, log: Path, more_flags: dict[str, str] | None = None, **connector: Any
-) -> Iterator[str]:
-    """Run a server and yield its address. At the end the server must stop on SIGTERM."""
+def launch(
+    model: Path, log: Path, connector: dict[str, Any] | None, flags: Iterable[str] = ()
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Start a server in a process group of its own; return the process and the server's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = SETTINGS | {"--port": str(port), "--model": str(model)} | (more_flags or {})
-    flags["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    command += ["--disable-uvicorn-access-log", *(word for flag in flags.items() for word in flag)]
+    given = SETTINGS | {"--port": str(port), "--model": str(model)}
+    if connector is not None:
+        given["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
+    command = [sys.executable, "-m", "tests.vllm.serve", "--enforce-eager"]
+    command += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
+    command += [*(word for flag in given.items() for word in flag), *flags]
     environment = os.environ | ENVIRONMENT
     # Engines in this process have other values of these.
     environment |= {
@@ -56,6 +57,8 @@ def served(
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "180",
         "PYTHONFAULTHANDLER": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
+        # Beside the model. Servers of one model remember its architecture, which takes an import.
+        "XDG_CACHE_HOME": str(model.parent / "cache"),
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -65,8 +68,16 @@ def served(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    return process, f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def served(
+    model: Path, log: Path, more_flags: Iterable[str] = (), **connector: Any
+) -> Iterator[str]:
+    """Run a server and yield its address. At the end the server must stop on SIGTERM."""
+    process, address = launch(model, log, connector, more_flags)
     try:
-        address = f"http://127.0.0.1:{port}"
         _wait_until_healthy(address, process, log)
         yield address
         assert process.poll() is None, f"the server has ended by itself:\n{_tail(log)}"

@@ -7,9 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -17,16 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.server import (
-    END_S,
-    ROOT,
-    SETTINGS,
-    _tail,
-    _wait_until_gone,
-    _wait_until_healthy,
-    end,
-)
-from tests.vllm.setting import CONNECTOR, ENVIRONMENT
+from tests.vllm.server import END_S, _tail, _wait_until_gone, _wait_until_healthy, end, launch
 
 NUM_TOKENS, BLOCK_SIZE = 300, 32
 NUM_HIT = (NUM_TOKENS - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -44,36 +32,11 @@ class Server:
         *flags: str,
         module: str = "kvstow.vllm",
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        given = SETTINGS | {"--port": str(port), "--model": str(model)}
+        connector = None
         if options is not None:
-            transfer = CONNECTOR | {
-                "kv_connector_module_path": module,
-                "kv_connector_extra_config": options,
-            }
-            given["--kv-transfer-config"] = json.dumps(transfer)
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        command += ["--enable-prompt-tokens-details"]
-        command += [word for flag in given.items() for word in flag]
-        environment = os.environ | ENVIRONMENT
-        environment |= {
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "PYTHONFAULTHANDLER": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "XDG_CACHE_HOME": str(log.parent / "cache"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
-        }
-        self.address, self.log = f"http://127.0.0.1:{port}", log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [*command, *flags],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            connector = {"kv_connector_module_path": module, "kv_connector_extra_config": options}
+        self.log = log
+        self.process, self.address = launch(model, log, connector, flags)
         try:
             _wait_until_healthy(self.address, self.process, log)
         except BaseException:

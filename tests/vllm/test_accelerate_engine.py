@@ -34,8 +34,8 @@ NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (models.LLAMA, {"num_blocks": 40}),
     "llama, async": (models.LLAMA, {"num_blocks": 40, "scheduling": "async"}),
-    "gemma": (models.GEMMA, {"num_blocks": 200}),
-    "gemma, async": (models.GEMMA, {"num_blocks": 200, "scheduling": "async"}),
+    "gemma": (models.GEMMA, {"num_blocks": 100}),
+    "gemma, async": (models.GEMMA, {"num_blocks": 100, "scheduling": "async"}),
     "drafts": (
         models.LLAMA,
         {

@@ -36,7 +36,7 @@ PROMPTS = prompts(8, 300)
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 MODELS: dict[str, tuple[dict[str, object], int, int]] = {
     "llama": (models.LLAMA, 40, 400),
-    "gemma": (models.GEMMA, 200, 900),
+    "gemma": (models.GEMMA, 100, 450),
     "granite": (models.GRANITE, 80, 500),
     "qwen-next": (models.QWEN_NEXT, 80, 500),
 }

@@ -35,7 +35,7 @@ PER_PROMPT = 300 // BLOCK_SIZE
 # Blocks of the device, of a host with room for two or three prompts, and slots of the file.
 MODELS: dict[str, tuple[dict[str, object], int, int]] = {
     "llama": (models.LLAMA, 80, 20),
-    "gemma": (models.GEMMA, 200, 100),
+    "gemma": (models.GEMMA, 100, 50),
     "granite": (models.GRANITE, 80, 24),
 }
 

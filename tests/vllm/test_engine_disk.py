@@ -40,7 +40,7 @@ NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 # Blocks of the device, and of a host with room for two or three of the eight prompts.
 MODELS: dict[str, tuple[dict[str, object], int, int]] = {
     "llama": (models.LLAMA, 40, 24),
-    "gemma": (models.GEMMA, 200, 100),
+    "gemma": (models.GEMMA, 100, 50),
     "granite": (models.GRANITE, 80, 24),
     "qwen-next": (models.QWEN_NEXT, 80, 24),
 }

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 
 MODELS: dict[str, tuple[dict[str, object], int]] = {
     "llama": (models.LLAMA, 36),
-    "gemma": (models.GEMMA, 150),
+    "gemma": (models.GEMMA, 75),
     "granite": (models.GRANITE, 60),
     "qwen-next": (models.QWEN_NEXT, 60),
 }

@@ -29,7 +29,7 @@ NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
 # Blocks of the device, and of the host.
 MODELS: dict[str, tuple[dict[str, object], int, int]] = {
     "llama": (models.LLAMA, 80, 80),
-    "gemma": (models.GEMMA, 200, 400),
+    "gemma": (models.GEMMA, 100, 200),
     "granite": (models.GRANITE, 80, 80),
 }
 

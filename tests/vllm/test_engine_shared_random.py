@@ -36,7 +36,7 @@ NUM_OPERATIONS = int(os.environ.get("KVSTOW_OPERATIONS", "100"))
 # The model, the way of scheduling, and blocks of the device. CI has time for the first.
 KINDS: dict[str, tuple[dict[str, object], str, int]] = {
     "llama": (models.LLAMA, "async", 36),
-    "gemma": (models.GEMMA, "sync", 150),
+    "gemma": (models.GEMMA, "sync", 75),
     "granite": (models.GRANITE, "async", 60),
 }
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 
 MODELS: dict[str, tuple[dict[str, object], int, int]] = {
     "llama": (models.LLAMA, 60, 400),
-    "gemma": (models.GEMMA, 260, 900),
+    "gemma": (models.GEMMA, 130, 450),
     "granite": (models.GRANITE, 80, 500),
     "qwen-next": (models.QWEN_NEXT, 80, 500),
 }

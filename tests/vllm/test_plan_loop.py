@@ -103,6 +103,10 @@ def test_plan_of_a_recorded_trace_is_what_tiers_then_hit(folder: Path, tmp_path:
 # -- vLLM's server ---------------------------------------------------------------------------------
 
 
+def words_of(flags: dict[str, str]) -> list[str]:
+    return [word for flag in flags.items() for word in flag]
+
+
 def flags_of(command: str) -> dict[str, str]:
     """Return the flags of a `vllm serve MODEL` command, by name."""
     words = shlex.split(command.replace("\\\n", ""))
@@ -136,7 +140,7 @@ def test_commands_of_the_tutorial_close_the_loop(
     observe, ask, alone, _, plan, table, paste, again, together = page
     flags = flags_of(observe)
     transfer = json.loads(flags.pop("--kv-transfer-config"))
-    with served(folder, tmp_path / "observed", flags, **transfer) as address:
+    with served(folder, tmp_path / "observed", words_of(flags), **transfer) as address:
         found_alone = asked(ask, address)
     assert found_alone.splitlines()[0] == alone.splitlines()[0]
 
@@ -153,7 +157,7 @@ def test_commands_of_the_tutorial_close_the_loop(
 
     flags = flags_of(paste)
     transfer = json.loads(flags.pop("--kv-transfer-config"))
-    with served(folder, tmp_path / "paste", flags, **transfer) as address:
+    with served(folder, tmp_path / "paste", words_of(flags), **transfer) as address:
         found_together = asked(again, address)
     made = json.loads(Path("plan.json").read_text())
     size = made["recommendations"][0]["host_gib"]

@@ -2,7 +2,8 @@
 
 The calls are those of the tier's accounting, of the lazy queue, and of vLLM's manager and pool. A
 first run counts them. Then one run for each call makes that call raise before it does anything. A
-call of the tier's accounting also raises in another run after it has done its work.
+call of the tier's accounting also raises in another run after it has done its work. CI takes a
+third of the calls, and `KVSTOW_FAULTS=full` takes all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.sampled import sampled
 from tests.vllm.halves import FULL, WINDOW
 from tests.vllm.simulated import Simulated, tokens
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -213,9 +215,9 @@ def test_an_error_in_any_call_turns_off_only_the_tier(
     assert {f"offload.{name}" for name in names} <= set(calls)
     modes = ["lazy.hold", "lazy.put_back", "offload.store_candidates"] if lazy else []
     assert set(modes or ["pool.free_blocks", "offload.restart"]) <= set(calls)
-    for at, name in enumerate(calls):
-        if after and not name.startswith("offload."):
-            continue
+    tried = [at for at, name in enumerate(calls) if not after or name.startswith("offload.")]
+    for at in sampled(tried, 1 / 3):
+        name = calls[at]
         errors.clear()
         made = run(at)
         where = f"call {at}, {name}"

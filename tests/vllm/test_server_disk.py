@@ -32,29 +32,46 @@ def options_of(disk: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("way", [pytest.param("SIGTERM", marks=ONLY_FULL), "SIGKILL"])
+@pytest.mark.parametrize(
+    "ways",
+    [("SIGKILL", "SIGTERM"), pytest.param(("SIGTERM", "SIGKILL"), marks=ONLY_FULL)],
+    ids="-".join,
+)
 @pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_a_restarted_server_hits_the_disk_with_its_first_requests(
-    folder: Path, tmp_path: Path, num_ranks: int, way: str
+    folder: Path, tmp_path: Path, num_ranks: int, ways: tuple[str, str]
 ) -> None:
+    """Neither end loses what is on the disk. An orderly one saves what only the host has, too."""
     flags = ("--tensor-parallel-size", str(num_ranks))
-    asked = prompts(6)
+    old, new = prompts(9)[:6], prompts(9)[6:]
     with folder_on_disk() as disk:
         options = options_of(disk)
         with server(folder, tmp_path / "first", options, *flags) as first:
             # Computed: each prompt is new.
-            expected = [first.answer(prompt) for prompt in asked]
-            num_blocks = len(asked) * NUM_HIT // BLOCK_SIZE
+            expected = [first.answer(prompt) for prompt in old]
+            num_blocks = len(old) * NUM_HIT // BLOCK_SIZE
             first.wait_for("kvstow_disk_cached_blocks", num_blocks)
             assert first.metric("kvstow_disk_hit_tokens_total") == 0
-            first.end(way)
-        with server(folder, tmp_path / "again", options, *flags) as again:
-            check(again.answer(asked[0]), expected[0])
-            again.wait_for("kvstow_disk_hit_tokens_total", NUM_HIT)
-            for prompt, known in zip(asked[1:4], expected[1:4], strict=True):
-                check(again.answer(prompt), known)
-            again.wait_for("kvstow_disk_hit_tokens_total", 4 * NUM_HIT)
-            assert again.metric("kvstow_disk_mode") == 2
+            first.end(ways[0])
+        # The host has room for everything, and what was not hit is not demoted.
+        options = options_of(disk, num_cpu_blocks=90, disk_admit="returned")
+        with server(folder, tmp_path / "second", options, *flags) as second:
+            for at in range(4):
+                check(second.answer(old[at]), expected[at])
+                second.wait_for("kvstow_disk_hit_tokens_total", (at + 1) * NUM_HIT)
+            assert second.metric("kvstow_disk_mode") == 2
+            expected = [second.answer(prompt) for prompt in new]
+            second.wait_for("kvstow_cached_blocks", (4 + len(new)) * NUM_HIT // BLOCK_SIZE)
+            assert second.metric("kvstow_disk_cached_blocks") == num_blocks
+            assert second.metric("kvstow_disk_hit_tokens_total") == 4 * NUM_HIT
+            second.end(ways[1])
+        with server(folder, tmp_path / "third", options, *flags) as third:
+            for prompt, known in zip(new, expected, strict=True):
+                check(third.answer(prompt), known)
+            if ways[1] == "SIGTERM":
+                third.wait_for("kvstow_disk_hit_tokens_total", len(new) * NUM_HIT)
+            else:
+                assert third.metric("kvstow_disk_hit_tokens_total") == 0, "the negative control"
         slot_files = [f"rank{rank}-of-{num_ranks}" for rank in range(num_ranks)]
         names = {*slot_files, *(f"{name}.index" for name in slot_files), "weights.json"}
         assert {path.name for path in disk.iterdir()} <= names
@@ -106,27 +123,3 @@ def test_blocks_that_one_of_two_ranks_has_damaged_are_computed(
         with server(folder, tmp_path / "one", options, *flags) as one:
             check(one.answer(asked[0]), expected[0])
             assert one.metric("kvstow_disk_hit_tokens_total") == 0
-
-
-@pytest.mark.parametrize("way", ["SIGTERM", pytest.param("SIGKILL", marks=ONLY_FULL)])
-@pytest.mark.parametrize("num_ranks", NUM_RANKS)
-def test_an_orderly_end_saves_what_only_the_host_has(
-    folder: Path, tmp_path: Path, num_ranks: int, way: str
-) -> None:
-    flags = ("--tensor-parallel-size", str(num_ranks))
-    asked = prompts(3)
-    with folder_on_disk() as disk:
-        # Nothing is hit, so nothing is demoted.
-        options = options_of(disk, num_cpu_blocks=40, disk_admit="returned")
-        with server(folder, tmp_path / "first", options, *flags) as first:
-            expected = [first.answer(prompt) for prompt in asked]
-            first.wait_for("kvstow_cached_blocks", len(asked) * NUM_HIT // BLOCK_SIZE)
-            assert first.metric("kvstow_disk_cached_blocks") == 0
-            first.end(way)
-        with server(folder, tmp_path / "again", options, *flags) as again:
-            for prompt, known in zip(asked, expected, strict=True):
-                check(again.answer(prompt), known)
-            if way == "SIGTERM":
-                again.wait_for("kvstow_disk_hit_tokens_total", len(asked) * NUM_HIT)
-            else:
-                assert again.metric("kvstow_disk_hit_tokens_total") == 0, "the negative control"

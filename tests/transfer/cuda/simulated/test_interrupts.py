@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -11,6 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 from tests.interrupts import is_interrupted, lines_of
+from tests.sampled import IS_FULL, sampled
 from tests.transfer.cuda.simulated.test_mover import ILLEGAL_ADDRESS, Bench, bench, busy, paced
 from tests.transfer.cuda.simulation import library
 
@@ -19,25 +19,30 @@ from kvstow.transfer.cuda import lane, runtime
 
 MOST_POLLS = 200
 # How often a line is interrupted, each time at its next turn.
-MOST_TIMES = 2 if os.environ.get("KVSTOW_FAULTS") == "full" else 1
+MOST_TIMES = 2 if IS_FULL else 1
 NUM_BLOCKS = 8
 
 
-def each_interrupt(scenario: Callable[[Bench], object], **options: object) -> Iterator[Bench]:
+def each_interrupt(
+    scenario: Callable[[Bench], object], share: float = 1, **options: object
+) -> Iterator[Bench]:
     """Yield a bench for each line of a lane, after the line was interrupted in a scenario.
 
-    A line that is carried out more often is interrupted the first `MOST_TIMES` times.
+    A line that is carried out more often is interrupted the first `MOST_TIMES` times. CI tries a
+    share of the lines.
     """
     with bench(**options) as setup:
         lines = lines_of(lambda: scenario(setup), lane.__file__)
     forget_loss(setup)
     seen = Counter[int]()
+    tried = []
     for number, line in enumerate(lines, 1):
         seen[line] += 1
         text = linecache.getline(lane.__file__, line)
         # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
-        if seen[line] > MOST_TIMES or "self.runtime.free" in text:
-            continue
+        if seen[line] <= MOST_TIMES and "self.runtime.free" not in text:
+            tried.append((number, line, text))
+    for number, line, text in sampled(tried, share):
         with bench(**options) as setup:
             assert is_interrupted(partial(scenario, setup), number, lane.__file__)
             try:
@@ -132,7 +137,7 @@ def test_interrupted_lane_ends_every_job(scenario: Callable[[Jobs], None]) -> No
         of[setup] = Jobs(setup)
         scenario(of[setup])
 
-    for setup in each_interrupt(run, verify=True, num_slots=NUM_BLOCKS):
+    for setup in each_interrupt(run, 1 / 2, verify=True, num_slots=NUM_BLOCKS):
         jobs = of[setup]
         drain(setup)
         jobs.end()
@@ -145,7 +150,7 @@ def test_interrupted_lane_ends_every_job(scenario: Callable[[Jobs], None]) -> No
         jobs.end()
         assert [ticket.error for ticket in tickets] == [None] * 3
         assert (setup.block(NUM_BLOCKS) == 50 + NUM_BLOCKS - 1).all()
-    assert len(of) > 100
+    assert len(of) > (100 if IS_FULL else 50)
 
 
 def test_close_after_an_interrupted_close_ends_every_job() -> None:

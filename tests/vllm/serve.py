@@ -1,0 +1,9 @@
+"""Runs vLLM's server. `vllm serve` does the same, but only if the package has the name `vllm`.
+
+The processes of the server import the main module again, and so this one imports little.
+"""
+
+import runpy
+
+if __name__ == "__main__":
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
