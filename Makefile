@@ -6,7 +6,8 @@ TRACE ?=
 ARGS ?=
 SECONDS ?= 600
 SEEDS ?= 20
-WORKERS ?= 2
+# One more than CI has cores, because some tests wait.
+WORKERS ?= 3
 # Libraries that the wheel of Mooncake does not bring.
 MOONCAKE = libibverbs1 libnuma1 libcurl4
 
@@ -133,21 +134,21 @@ test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri 
 stress: $(VENV)/.test ## interrupt engines at random moments, with forks and a thread that reads stats, for SECONDS=600
 	$(BIN)/python -m tests.stress --seconds $(SECONDS)
 
-lint: lint-rust lint-python ## check formatting, clippy, rustdoc, ruff, mypy, and the stub against the binary
+lint: lint-rust lint-python ## check the code, and the stub against the binary
 
-lint-rust: | $(VENV)/.run
+lint-rust: | $(VENV)/.run ## check formatting, clippy and rustdoc
 	@$(need_cargo)
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
-lint-python: $(VENV)/.test $(VENV)/.docs
+lint-python: $(VENV)/.test $(VENV)/.docs ## check ruff, mypy, and the stub against the binary
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m mypy.stubtest kvstow._core
 
-test-rust: lint-rust
+test-rust: lint-rust ## check the Rust code, and run cargo test
 	cargo test
 
 docs: $(VENV)/.docs ## build the documentation as a site in site/, without a network
