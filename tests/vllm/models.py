@@ -17,10 +17,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-VOCAB_SIZE = 1024
+VOCAB_SIZE, HIDDEN_SIZE = 1024, 128
 
 _COMMON = {
-    "hidden_size": 128,
+    "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vllm import vision
+from tests.vllm import models, vision
 from tests.vllm.engine import (
     BLOCK_SIZE,
     TOLERANCE,
@@ -100,7 +100,7 @@ def test_requests_with_equal_tokens_and_other_images_share_no_block(
 @pytest.mark.parametrize("scheduling", ["sync", "async"])
 def test_prompts_of_other_embeddings_share_no_block(folder: Path, scheduling: str) -> None:
     """vLLM gives such prompts zeros for tokens. They are equal up to one embedding each."""
-    first = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    first = torch.randn(300, models.HIDDEN_SIZE, generator=torch.Generator().manual_seed(0))
     asked = [{"prompt_embeds": first}]
     for at in (40, 250):
         asked.append({"prompt_embeds": first.clone()})

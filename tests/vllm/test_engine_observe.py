@@ -58,7 +58,7 @@ def run(
     ("config", "num_blocks", "num_slots"),
     [
         pytest.param(models.LLAMA, 50, 60, id="llama"),
-        pytest.param(models.GEMMA, 100, 100, id="gemma"),
+        pytest.param(models.GEMMA, 200, 200, id="gemma"),
     ],
 )
 def test_ratios_are_those_of_real_tiers(

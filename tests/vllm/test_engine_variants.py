@@ -123,7 +123,7 @@ def make_adapter(folder: Path, seed: int) -> Path:
     """Write an adapter that changes the queries of every layer enough to change answers."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
-    size, rank = 256, 8
+    size, rank = models.HIDDEN_SIZE, 8
     weights = {}
     for layer in range(4):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
@@ -188,7 +188,7 @@ def make_drafter(folder: Path) -> Path:
     return folder
 
 
-HIDDEN = 256
+HIDDEN = models.HIDDEN_SIZE
 LLAMA: dict[str, Any] = models.LLAMA
 
 

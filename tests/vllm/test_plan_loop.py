@@ -21,6 +21,7 @@ import pytest
 from examples import documents
 from tests.docs.pages import ROOT, blocks
 from tests.vllm.halves import BLOCK_SIZE
+from tests.vllm.models import LLAMA, make_model
 from tests.vllm.server import served
 from tests.vllm.simulated import Simulated
 
@@ -132,10 +133,12 @@ def percentages(text: str) -> list[float]:
     os.environ.get("KVSTOW_VLLM") != "full", reason="starts two servers: make test-vllm-full"
 )
 def test_commands_of_the_tutorial_close_the_loop(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """Each figure that the page shows is what the commands print, within one point."""
     monkeypatch.chdir(tmp_path)
+    # The model of the page has four layers.
+    folder = make_model(LLAMA | {"num_hidden_layers": 4}, tmp_path / "model")
     page = [block.text.rstrip("\n") for block in blocks(PAGE) if block.language in {"sh", "text"}]
     observe, ask, alone, _, plan, table, paste, again, together = page
     flags = flags_of(observe)
