@@ -283,7 +283,9 @@ def test_a_draft_model_drafts_from_the_host_as_from_the_device(
             assert engine.llm.reset_prefix_cache()
             assert engine.worker.arena is not None
             slots, (layers,) = engine.worker.arena.slots, engine.half.tier.model.layers
-            at = [layer.name for layer in layers].index("model.layers.4.self_attn.attn")
+            at = [layer.name for layer in layers].index(
+                f"model.layers.{LLAMA['num_hidden_layers']}.self_attn.attn"
+            )
             start = sum(layer.block_bytes for layer in layers[:at])
             own = slice(start, start + layers[at].block_bytes)
             kept = slots[:, own].copy()
