@@ -147,7 +147,7 @@ def each_fault(
 ) -> set[str]:
     """Run a scenario for each of its calls and each error, and return the names of the calls.
 
-    In CI each call fails with `every` second, third... error.
+    In CI each call fails with one error in `every`, and the next call with another one.
     """
     every = 1 if IS_FULL else every
     counting = Faults()

@@ -35,6 +35,11 @@ SETTINGS = {
 START_S, END_S = 240, 90
 
 
+def words_of(flags: dict[str, str]) -> list[str]:
+    """Return the words of a command line for these flags and their values."""
+    return [word for flag in flags.items() for word in flag]
+
+
 def launch(
     model: Path, log: Path, connector: dict[str, Any] | None, flags: Iterable[str] = ()
 ) -> tuple[subprocess.Popen[bytes], str]:
@@ -47,7 +52,7 @@ def launch(
         given["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
     command = [sys.executable, "-m", "tests.vllm.serve", "--enforce-eager"]
     command += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    command += [*(word for flag in given.items() for word in flag), *flags]
+    command += [*words_of(given), *flags]
     environment = os.environ | ENVIRONMENT
     # Engines in this process have other values of these.
     environment |= {

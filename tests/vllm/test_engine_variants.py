@@ -123,9 +123,9 @@ def make_adapter(folder: Path, seed: int) -> Path:
     """Write an adapter that changes the queries of every layer enough to change answers."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(seed)
-    size, rank = models.HIDDEN_SIZE, 8
+    size, rank = HIDDEN, 8
     weights = {}
-    for layer in range(4):
+    for layer in range(LLAMA["num_hidden_layers"]):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         weights[f"{name}.lora_A.weight"] = torch.randn(rank, size, generator=generator) * 0.1
         weights[f"{name}.lora_B.weight"] = torch.randn(size, rank, generator=generator) * 0.1

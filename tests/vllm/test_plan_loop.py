@@ -22,7 +22,7 @@ from examples import documents
 from tests.docs.pages import ROOT, blocks
 from tests.vllm.halves import BLOCK_SIZE
 from tests.vllm.models import LLAMA, make_model
-from tests.vllm.server import served
+from tests.vllm.server import served, words_of
 from tests.vllm.simulated import Simulated
 
 from kvstow import cli
@@ -102,10 +102,6 @@ def test_plan_of_a_recorded_trace_is_what_tiers_then_hit(folder: Path, tmp_path:
 
 
 # -- vLLM's server ---------------------------------------------------------------------------------
-
-
-def words_of(flags: dict[str, str]) -> list[str]:
-    return [word for flag in flags.items() for word in flag]
 
 
 def flags_of(command: str) -> dict[str, str]:

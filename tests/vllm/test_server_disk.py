@@ -43,7 +43,8 @@ def test_a_restarted_server_hits_the_disk_with_its_first_requests(
 ) -> None:
     """Neither end loses what is on the disk. An orderly one saves what only the host has, too."""
     flags = ("--tensor-parallel-size", str(num_ranks))
-    old, new = prompts(9)[:6], prompts(9)[6:]
+    asked = prompts(9)
+    old, new = asked[:6], asked[6:]
     with folder_on_disk() as disk:
         options = options_of(disk)
         with server(folder, tmp_path / "first", options, *flags) as first:
