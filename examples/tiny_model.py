@@ -34,13 +34,13 @@ def main(folder: Path) -> None:
         initializer_range=SPREAD,
         dtype="bfloat16",
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)  # type: ignore[no-untyped-call]
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     names = [*SPECIAL, *(f"t{at}" for at in range(len(SPECIAL), VOCAB_SIZE))]
     numbers = {name: at for at, name in enumerate(names)}
     words = Tokenizer(models.WordLevel(numbers, unk_token=SPECIAL[0]))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(
         tokenizer_object=words,
         unk_token=SPECIAL[0],
         bos_token=SPECIAL[1],

@@ -235,7 +235,7 @@ def make_model(config: dict[str, object], folder: Path, seed: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     loaded = AutoConfig.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_config(loaded).to(torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(loaded).to(torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -251,7 +251,7 @@ def make_model(config: dict[str, object], folder: Path, seed: int = 0) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB_SIZE)}, unk_token="t0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t0"
     ).save_pretrained(folder)
     return folder

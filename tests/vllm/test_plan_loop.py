@@ -163,6 +163,9 @@ def test_commands_of_the_tutorial_close_the_loop(
     [row] = [row for row in made["sizes"] if row["host_gib"] == size]
     planned = [100 * row[f"{name}hit_ratio"] for name in ("device_", "host_", "")]
     print(found_alone, found_together, planned)
-    assert percentages(found_together) == pytest.approx(planned, abs=1)
+    *parts, both = percentages(found_together)
+    assert both == pytest.approx(planned[-1], abs=1)
+    # Copies hold the tail of a request longer than its head: that costs the device two blocks.
+    assert parts == pytest.approx(planned[:-1], abs=1.5)
     assert percentages(found_together) == pytest.approx(percentages(together), abs=1)
     assert percentages(found_alone) == pytest.approx(percentages(alone), abs=1)

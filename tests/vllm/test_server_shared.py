@@ -132,31 +132,35 @@ DAMAGE = ["another valid block", "a flipped bit", "another model's"]
 def test_what_one_server_computed_the_others_load(
     folder: Path, tmp_path: Path, store: Store
 ) -> None:
+    """The last server joins when all is computed. In CI it is the second."""
     asked = prompts(2 + len(DAMAGE))
-    with fleet(folder, tmp_path, store.url, 2) as two:
+    with fleet(folder, tmp_path, store.url, 2 if IS_FULL else 1) as servers:
         redis = redis_of(store)
         expected, known, written = [], set[bytes](), []
         for prompt in asked:
-            expected.append(two.compute(prompt))
+            expected.append(servers.compute(prompt))
             own = {*redis.keys("kvstow:*")} - known
             known |= own
             written.append({key: redis.get(key) for key in own})
-        assert two.hits(1, asked[0], expected[0]) == NUM_HIT
-        bad = dict[bytes, bytes]()
-        for at, kind in enumerate(DAMAGE, 1):
-            bad = {key: damaged(key, written[at], kind) for key in written[at]} | bad
-            for key in written[at]:
-                redis.set(key, bad[key])
-            assert two.hits(1, asked[at], expected[at]) == 0, kind
-        assert two.servers[1].metric("kvstow_shared_mismatched_blocks_total") >= len(DAMAGE)
-        end_s = time.monotonic() + END_S
-        while any(redis.get(key) in (None, value) for key, value in bad.items()):
-            assert time.monotonic() < end_s, "the damaged blocks were not put again"
-            time.sleep(0.1)
-        two.servers[1].kill()
-        with server(folder, tmp_path / "third", options(store.url)) as third:
-            check(third.answer(asked[-1 - len(DAMAGE)]), expected[-1 - len(DAMAGE)])
-            third.wait_for(HITS, NUM_HIT)
+        if IS_FULL:
+            assert servers.hits(1, asked[-1], expected[-1]) == NUM_HIT
+            servers.servers.pop().kill()
+        with server(folder, tmp_path / "later", options(store.url)) as later:
+            servers.servers.append(later)
+            assert servers.hits(1, asked[0], expected[0]) == NUM_HIT
+            later.wait_for(HITS, NUM_HIT)
+            bad = dict[bytes, bytes]()
+            for at, kind in enumerate(DAMAGE, 1):
+                bad = {key: damaged(key, written[at], kind) for key in written[at]} | bad
+                for key in written[at]:
+                    redis.set(key, bad[key])
+                assert servers.hits(1, asked[at], expected[at]) == 0, kind
+            assert later.metric("kvstow_shared_mismatched_blocks_total") >= len(DAMAGE)
+            end_s = time.monotonic() + END_S
+            while any(redis.get(key) in (None, value) for key, value in bad.items()):
+                assert time.monotonic() < end_s, "the damaged blocks were not put again"
+                time.sleep(0.1)
+            assert servers.hits(1, asked[-1], expected[-1]) == NUM_HIT
 
 
 class Asking:

@@ -61,14 +61,12 @@ def make_vision_model(folder: Path) -> Path:
     words["<image>"] = VOCAB_SIZE - 1
     split = Tokenizer(models.WordLevel(words, unk_token="t0"))
     split.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=split, unk_token="t0", bos_token="t1", eos_token="t2", pad_token="t0"
     )
     size = {"height": _IMAGE_PIXELS, "width": _IMAGE_PIXELS}
     images: Any = BlipImageProcessor(size=size)
-    processor = Blip2Processor(  # type: ignore[no-untyped-call]
-        images, tokenizer, num_query_tokens=_NUM_IMAGE_TOKENS
-    )
+    processor = Blip2Processor(images, tokenizer, num_query_tokens=_NUM_IMAGE_TOKENS)
     processor.save_pretrained(folder)
     return folder
 
