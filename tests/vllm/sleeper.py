@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.forking import fork_processes
 from tests.vllm.setting import CONNECTOR, ENVIRONMENT
 
 os.environ |= ENVIRONMENT | {
@@ -35,6 +36,7 @@ def poison(_: Any) -> None:
 
 
 def main(model: str, events: str, mode: str) -> None:
+    fork_processes()
     from vllm import LLM, SamplingParams  # noqa: PLC0415
 
     options = {
