@@ -1,4 +1,4 @@
-"""Lets the processes of vLLM be forks, as they are on a GPU.
+"""Lets the processes of vLLM be forks, as they are by default on a GPU.
 
 On a CPU vLLM starts each one anew, and each imports vLLM again, which takes a server twice as long.
 `KVSTOW_VLLM=full` leaves that as it is.
