@@ -11,6 +11,13 @@ LONG = (
     "tests/vllm/test_engine",
     "tests/transfer/cuda/test_simulation.py",
 )
+# The tests of such a file share what takes long to make: an engine, a site, a library, a model.
+SHARING = (
+    "tests/vllm/",
+    "tests/docs/test_site.py",
+    "tests/examples/test_tiny_model.py",
+    "tests/transfer/cuda/test_simulation.py",
+)
 
 
 def longest_first(items: list[pytest.Item]) -> None:
@@ -18,12 +25,12 @@ def longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-class ByFileOfEngines(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
-    """Gives each file of engines to one worker, because its tests share an engine.
+class ByFileOfSharers(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+    """Gives each file whose tests share something to one worker.
 
     All other tests may run on any worker.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, _ = nodeid.partition("::")
-        return file if file.startswith("tests/vllm/") else nodeid
+        return file if file.startswith(SHARING) else nodeid

@@ -10,7 +10,7 @@ from tests.gpu.memory import LAYOUTS, Path, World, all_bytes, world
 from kvstow.transfer import READY
 
 # From less than a warp's access to more than a chunk; 16 does not divide all of them.
-SIZES = [64, 1000, 4096, 4104, 16 << 10, 18 << 10, 100_003, 128 << 10]
+SIZES = [64, 1000, 4096, 4104, 16 << 10, 18 << 10, 20_003, 128 << 10]
 
 
 def _pairs(seed: int, num_blocks: int, num_slots: int) -> tuple[list[int], list[int]]:
