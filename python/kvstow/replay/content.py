@@ -88,7 +88,13 @@ class Content:
         self._places = _splitmix64(places).reshape(geometry.num_regions, num_words)
         # The largest unit that divides a token's bytes in a region and a word.
         self.unit_bytes = math.gcd(geometry.region_token_bytes, WORD_BYTES)
-        self.token_units = geometry.region_token_bytes // self.unit_bytes
+        token_units = geometry.region_token_bytes // self.unit_bytes
+        # For each offset in a block, the units of its token: their words' places, and how far the
+        # words are shifted.
+        self._units = np.arange(geometry.block_size * token_units).reshape(-1, token_units)
+        word, unit = np.divmod(self._units, WORD_BYTES // self.unit_bytes)
+        self._unit_places = self._places[:, word]
+        self._unit_shifts = (unit * (8 * self.unit_bytes)).astype(np.uint64)
 
     def blocks(self, keys: Keys) -> npt.NDArray[np.uint64]:
         """Return whole blocks: `[n, num_regions, words]`."""
@@ -101,15 +107,12 @@ class Content:
 
     def token_units_at(self, offsets: Ids) -> npt.NDArray[np.int64]:
         """Return the units of the tokens at these offsets in a block: `[n, token_units]`."""
-        return offsets[:, None] * self.token_units + np.arange(self.token_units)
+        return self._units[offsets]
 
     def tokens(self, keys: Keys, offsets: Ids) -> npt.NDArray[np.unsignedinteger]:
         """Return a token of each block, at this offset in it: `[num_regions, n, token_units]`."""
-        units_per_word = WORD_BYTES // self.unit_bytes
-        units = self.token_units_at(offsets)
-        words = _mix(keys[:, None] ^ self._places[:, units // units_per_word])
-        shifts = (units % units_per_word * (8 * self.unit_bytes)).astype(np.uint64)
-        return (words >> shifts).astype(f"<u{self.unit_bytes}")
+        words = _mix(keys[:, None] ^ self._unit_places[:, offsets])
+        return (words >> self._unit_shifts[offsets]).astype(f"<u{self.unit_bytes}")
 
 
 def page_shape(geometries: Sequence[Geometry]) -> tuple[int, int]:

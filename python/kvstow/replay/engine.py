@@ -107,8 +107,9 @@ class ReplayEngine(ReplayState):
         admitted: list[tuple[int, int]] = []
         if all_fitted:
             admitted = self._admit(self.config.max_step_tokens - int(tokens.sum()))
-            seats = np.append(seats, [seat for seat, _ in admitted]).astype(np.int64)
-            tokens = np.append(tokens, [chunk for _, chunk in admitted]).astype(np.int64)
+        if admitted:
+            seats = np.append(seats, [seat for seat, _ in admitted])
+            tokens = np.append(tokens, [chunk for _, chunk in admitted])
         if not len(seats):
             if self._unfinished:
                 self._skip_ahead()
@@ -396,7 +397,8 @@ class ReplayEngine(ReplayState):
         batch, size = self.batch, self._block_size
         single = stop - start == 1
         writers, (block, offset) = seats[single], np.divmod(start[single], size)
-        chunks = list(zip(*(part[~single].tolist() for part in (seats, start, stop)), strict=True))
+        longer = np.flatnonzero(~single).tolist()
+        chunks = [(int(seats[i]), int(start[i]), int(stop[i])) for i in longer]
         for memory, tables in zip(self.memory, cycle(batch.tables), strict=False):
             memory.write_tokens(tables[writers, block], batch.keys[writers, block], offset)
             for seat, begin, end in chunks:
