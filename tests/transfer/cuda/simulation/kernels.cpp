@@ -32,24 +32,30 @@ struct Index {
 } threadIdx, blockIdx, blockDim, gridDim;
 
 Touch touch;
+jmp_buf scheduler;
+bool has_trapped;
 
+// Notes an access, or ends the kernel. With a wrong table it might go on for hours.
 template <typename Unit>
-bool may_touch(const Unit* address, bool is_write) {
+void note(const Unit* address, bool is_write) {
     auto first = reinterpret_cast<std::uint64_t>(address);
-    if (first % sizeof(Unit)) return touch(first, 0, is_write);  // a device traps
-    return touch(first, sizeof(Unit), is_write);
+    if (touch(first, first % sizeof(Unit) ? 0 : sizeof(Unit), is_write)) return;
+    has_trapped = true;
+    _longjmp(scheduler, 1);
 }
 
 template <typename Unit>
 Unit read(const Unit* address) {
-    Unit unit{};
-    if (may_touch(address, false)) std::memcpy(&unit, address, sizeof(Unit));
+    note(address, false);
+    Unit unit;
+    std::memcpy(&unit, address, sizeof(Unit));
     return unit;
 }
 
 template <typename Unit>
 void write(Unit* address, const Unit& unit) {
-    if (may_touch(address, true)) std::memcpy(address, &unit, sizeof(Unit));
+    note(address, true);
+    std::memcpy(address, &unit, sizeof(Unit));
 }
 
 // The accesses with a cache hint, which changes only their speed.
@@ -73,7 +79,6 @@ struct Lane {
     unsigned int num_shuffles;
     bool has_ended, is_made;
 } lanes[NUM_LANES];
-jmp_buf scheduler;
 unsigned int current;
 const std::function<void()>* kernel;
 
@@ -153,6 +158,7 @@ void run_kernel(const BoundKernel& launched, unsigned int num_ctas, unsigned int
     if (!on_touch(launched.table, launched.table_bytes, false)) return;
     kernel = &launched.lane;
     touch = on_touch;
+    has_trapped = false;
     gridDim.x = num_ctas;
     blockDim.x = num_threads;
     for (blockIdx.x = 0; blockIdx.x < num_ctas; ++blockIdx.x) {
@@ -166,6 +172,10 @@ void run_kernel(const BoundKernel& launched, unsigned int num_ctas, unsigned int
                 for (current = 0; current < NUM_LANES; ++current) {
                     threadIdx.x = warp * NUM_LANES + current;
                     if (!lanes[current].has_ended) enter(lanes[current]);
+                    if (has_trapped) {
+                        for (Lane& lane : lanes) lane.is_made = false;  // they begin anew
+                        return;
+                    }
                     num_ended += lanes[current].has_ended;
                 }
             }

@@ -91,6 +91,11 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str]] = {
     "one chunk too few": (mover, "self._num_chunks, ids", "self._num_chunks - 1, ids"),
     "one chunk too many": (mover, "self._num_chunks, ids", "self._num_chunks + 1, ids"),
     "another table": (mover, "self._chunks, self._num_chunks, ids", "sums, self._num_chunks, ids"),
+    "a table of garbage": (
+        mover,
+        "runtime.upload(self._chunks, table.tobytes())",
+        "runtime.upload(self._chunks, bytes([255]) * table.nbytes)",
+    ),
     "ids of another batch": (mover, "job.block_ids[begin:]", "job.block_ids[begin // 2:]"),
     "one block too few": (mover, "ids, num, place", "ids, num - 1, place"),
     "one block too many": (mover, "ids, num, place", "ids, num + 1, place"),
