@@ -31,7 +31,7 @@ NUM_LAYERS, NUM_BLOCKS, NUM_SLOTS = 3, 20, 24
 FRAGMENT_BYTES, STRIDE_BYTES = 1356, 1376
 BLOCKS_PER_PLACE, NUM_IN_JOB, NUM_TURNS = 2, 8, 2
 DEVICE_TO_HOST = 2
-NUM_TRIES = 16  # the order of the device's work differs between them, and half of them report one
+NUM_TRIES = 16  # the device's order differs between them, and only half show one of the mistakes
 
 # Name of the mistake: (module, text, replacement). An edit that has no text left in the mover is an
 # error, so that the table follows the code.
