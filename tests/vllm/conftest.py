@@ -83,8 +83,9 @@ def started(store: Store, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
     def start(**settings: Any) -> Server:
-        given: dict[str, Any] = {"shared": store.url, "shared_ask_timeout_s": LONG_S} | settings
-        servers.append(Server(tmp_path, **given))
+        # A busy machine may take seconds to connect.
+        given: dict[str, Any] = {"shared_ask_timeout_s": LONG_S, "shared_timeout_s": LONG_S}
+        servers.append(Server(tmp_path, **{"shared": store.url, **given, **settings}))
         return servers[-1]
 
     yield start

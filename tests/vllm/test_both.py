@@ -57,6 +57,7 @@ def started(disk: Path, store: Store) -> Iterator[Started]:
         given: dict[str, Any] = {
             "shared": store.url,
             "shared_ask_timeout_s": LONG_S,
+            "shared_timeout_s": LONG_S,
             "disk_path": str(disk / name),
             "disk_bytes_to_use": num_ranks * (4096 + num_slots * SLOT),
         }

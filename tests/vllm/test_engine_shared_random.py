@@ -57,6 +57,7 @@ class Bench:
             "weights_version_path": str(folder / "version"),
             "shared": store.url,
             "shared_ask_timeout_s": 20,
+            "shared_timeout_s": 60,
             "min_promote_tokens": 0,
         }
         self.engine = Engine(

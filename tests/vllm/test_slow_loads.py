@@ -82,6 +82,7 @@ def timed(store: Store) -> Iterator[Callable[..., Timed]]:
         }
         if kind != "disk":
             given |= {"shared": store.url, "shared_ask_timeout_s": LONG_S}
+            given |= {"shared_timeout_s": LONG_S}
         if kind == "both":
             given |= {"disk_path": str(folder), "disk_bytes_to_use": 1 << 20}
         servers.append(Server(folder, **given))
