@@ -6,6 +6,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <map>
@@ -25,7 +27,9 @@ class Clock {
         if (counts_[stream] < count) counts_[stream] = count;
     }
     void merge(const Clock& other) {
-        for (std::uint32_t i = 0; i < other.counts_.size(); ++i) raise(i, other.counts_[i]);
+        const auto& from = other.counts_;
+        if (counts_.size() < from.size()) counts_.resize(from.size());
+        for (std::size_t i = 0; i < from.size(); ++i) counts_[i] = std::max(counts_[i], from[i]);
     }
 
   private:
