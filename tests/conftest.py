@@ -13,9 +13,9 @@ settings.load_profile("kvstow")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     # Imported here, because some environments run tests without pytest-xdist.
-    from tests.workers import ByFileOfSharers  # noqa: PLC0415
+    from tests.workers import SharingScheduling  # noqa: PLC0415
 
-    return ByFileOfSharers(config, log)
+    return SharingScheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

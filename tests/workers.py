@@ -25,7 +25,7 @@ def longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith(LONG))
 
 
-class ByFileOfSharers(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
+class SharingScheduling(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
     """Gives each file whose tests share something to one worker.
 
     All other tests may run on any worker.

@@ -425,4 +425,4 @@ class WorkerHalf:
 
 
 def _log_pinned(num_bytes: int, of_bytes: int) -> None:
-    logger.info("kvstow: pinned %.1f of %.1f GiB", num_bytes / 2**30, of_bytes / 2**30)
+    logger.info("kvstow: pinned %s of %s", format_bytes(num_bytes), format_bytes(of_bytes))
