@@ -45,8 +45,13 @@ class Here(Files):
         return "ext4"
 
 
+def digest_of(number: int) -> bytes:
+    """Return a hash as engines make it: any bytes, and no text."""
+    return hashlib.sha256(number.to_bytes(4, "little")).digest()
+
+
 def key_of(number: int, group: int = 0) -> Key:
-    return hashlib.sha256(number.to_bytes(4, "little")).digest(), group
+    return digest_of(number), group
 
 
 def bytes_of(key: Key, epoch: int = 0, num_bytes: int = SLOT_BYTES) -> Bytes:

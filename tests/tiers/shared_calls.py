@@ -10,6 +10,7 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from tests.tiers.setup import digest_of
 
 from kvstow.tiers import SharedTier, TierBlocks
 
@@ -50,7 +51,7 @@ class Calls:
         """Make one call, wait for its end, and check what it did."""
         keys = self.random.sample(range(NUM_KEYS), self.random.randint(1, 20))
         slots = self.random.sample(range(NUM_SLOTS), len(keys))
-        blocks = TierBlocks([b"%020d" % key for key in keys], [key % 3 for key in keys])
+        blocks = TierBlocks([digest_of(key) for key in keys], [key % 3 for key in keys])
         deadline = self.random.choice([None, time.monotonic() + self.random.uniform(0.001, 0.3)])
         kind = self.random.choice(["put", "put", "get", "get", "contains", "delete"])
         if kind == "put":

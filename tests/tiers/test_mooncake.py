@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing
+from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError
 from kvstow._core import row_digests
@@ -54,7 +55,7 @@ def tier(
 
 
 def blocks(*numbers: int, group: int = 0) -> TierBlocks:
-    return TierBlocks([b"%032d" % number for number in numbers], [group] * len(numbers))
+    return TierBlocks([digest_of(number) for number in numbers], [group] * len(numbers))
 
 
 def fill(arena: HostArena, numbers: range) -> np.ndarray:
@@ -91,7 +92,7 @@ def test_what_is_not_there_is_a_miss(tier: MooncakeTier, arena: HostArena) -> No
 
 
 def key_of(number: int, group: int = 0, namespace: bytes = NAMESPACE) -> str:
-    digest = b"%032d" % number
+    digest = digest_of(number)
     return Namespace(namespace).key_prefix(group).decode() + digest.hex()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server, free_port
+from tests.tiers.setup import digest_of
 
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.asking import Asker, Key, TierStore
@@ -17,7 +18,7 @@ from kvstow.transfer import HostArena
 
 LONG_S = 20.0
 OWN, OTHER = bytes(range(16)), bytes(range(1, 17))
-KEYS: list[Key] = [(b"%032d" % (number // 2), number % 2) for number in range(20)]
+KEYS: list[Key] = [(digest_of(number // 2), number % 2) for number in range(20)]
 
 
 @contextmanager

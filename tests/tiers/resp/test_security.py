@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from tests.tiers.resp.server import Server, binary, free_port, num_connections
 from tests.tiers.resp.tls import Authority, TlsServer
+from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket
@@ -44,7 +45,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 def blocks(num: int = 20) -> TierBlocks:
-    return TierBlocks([b"%032d" % number for number in range(num)], [0] * num)
+    return TierBlocks([digest_of(number) for number in range(num)], [0] * num)
 
 
 def ended(ticket: TierTicket) -> TierTicket:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server
+from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, TransferError
 from kvstow.cli import main
@@ -20,7 +21,7 @@ OWN, OTHER = Namespace(bytes(range(16))), Namespace(bytes(range(1, 17)))
 
 
 def put(url: str, namespace: Namespace, num: int) -> None:
-    blocks = TierBlocks([b"%032d" % at for at in range(num)], [at % 3 for at in range(num)])
+    blocks = TierBlocks([digest_of(at) for at in range(num)], [at % 3 for at in range(num)])
     with HostArena(num, 64) as arena, RespTier(arena, url, namespace.digest) as tier:
         ticket = tier.put(blocks, range(num))
         ticket.wait(20)
@@ -34,7 +35,7 @@ def test_only_the_blocks_of_one_model_are_deleted(tmp_path: Path) -> None:
         put(url, OTHER, 40)
         a.command("SET", "of another program", "value")
         # As a server of another version names it.
-        a.command("SET", OWN.prefix + b"999:0:" + b"%032d" % 0, "value")
+        a.command("SET", OWN.prefix + b"999:0:" + digest_of(0), "value")
         assert count_blocks(url) == {OWN.digest.hex(): 2501, OTHER.digest.hex(): 40}
         reported: list[int] = []
         assert delete_blocks(url, OWN, deleted=reported.append) == 2501

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
+from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, StateError
 from kvstow.tiers import TierBlocks, TierTicket, framed
@@ -42,7 +43,7 @@ def tier(server: Server, arena: HostArena) -> Iterator[RespTier]:
 
 
 def blocks(*numbers: int, group: int = 0) -> TierBlocks:
-    return TierBlocks([b"%032d" % number for number in numbers], [group] * len(numbers))
+    return TierBlocks([digest_of(number) for number in numbers], [group] * len(numbers))
 
 
 def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
@@ -113,7 +114,7 @@ def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> Non
 
 
 def key_of(number: int, namespace: bytes = NAMESPACE, group: int = 0) -> bytes:
-    return Namespace(namespace).key(group, b"%032d" % number)
+    return Namespace(namespace).key(group, digest_of(number))
 
 
 def value_of(server: Server, key: bytes) -> bytes:

@@ -98,7 +98,7 @@ class Nodes:
             return {self._current_master(): list(range(len(keys)))}
         if self.address.kind == "cluster":
             cluster = self._current_cluster()
-            found = (cluster.get_node_from_key(key.decode("latin-1")) for key in keys)
+            found = map(cluster.get_node_from_key, keys)
             nodes = [Node(node.host, int(node.port)) for node in found]
         elif len(self.address.nodes) == 1:
             return {self.address.nodes[0]: list(range(len(keys)))}
