@@ -42,6 +42,7 @@ class MemoryTier(Tier):
 
     def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
         ticket = TierTicket(len(blocks), deadline)
+        ticket.announce()
         assert blocks.slots is not None
         columns = zip(blocks.slots, blocks.hashes, blocks.groups, host_slots, strict=True)
         for slot, digest, group, host in columns:
@@ -58,6 +59,7 @@ class MemoryTier(Tier):
 
     def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
         ticket = TierTicket(len(blocks), deadline)
+        ticket.announce()
         assert blocks.slots is not None
         ok = np.zeros(len(blocks), np.bool_)
         columns = zip(blocks.slots, blocks.hashes, blocks.groups, host_slots, strict=True)
@@ -79,6 +81,7 @@ class MemoryTier(Tier):
 
     def _delete(self, blocks: Checked) -> TierTicket:
         ticket = TierTicket(len(blocks))
+        ticket.announce()
         assert blocks.slots is not None
         ok = np.zeros(len(blocks), np.bool_)
         columns = zip(blocks.slots, blocks.hashes, blocks.groups, strict=True)

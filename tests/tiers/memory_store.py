@@ -72,6 +72,7 @@ class MemoryStore(SharedTier):
         self, num_blocks: int, deadline: float | None, end: Callable[[], object]
     ) -> TierTicket:
         ticket = TierTicket(num_blocks, deadline)
+        ticket.announce()
         is_late = deadline is not None and time.monotonic() > deadline
 
         def ended() -> None:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -57,6 +57,7 @@ class Interrupted(MemoryTier):
             raise KeyboardInterrupt
         if self.interrupt == "after":
             self.open_ticket = TierTicket(len(blocks), deadline)
+            self.open_ticket.announce()
             raise KeyboardInterrupt
         return super()._put(blocks, host_slots, deadline)
 
@@ -166,22 +167,28 @@ class KeptWorker:
         """Nothing is open."""
 
 
+@pytest.mark.parametrize("num_blocks", [0, 2])
 @pytest.mark.parametrize("direction", ["demote", "promote"])
 @pytest.mark.parametrize("sources", [slot_store, queued])
 def test_job_that_is_interrupted_anywhere_in_its_tier_ends(
-    tmp_path: Path, arena: HostArena, direction: Literal["demote", "promote"], sources: ModuleType
+    tmp_path: Path,
+    arena: HostArena,
+    direction: Literal["demote", "promote"],
+    sources: ModuleType,
+    num_blocks: int,
 ) -> None:
     fill(arena, 2)
-    blocks, line = blocks_of([key_of(0), key_of(1)], [0, 1]), 0
+    slots, line = list(range(num_blocks)), 0
+    blocks = blocks_of([key_of(at) for at in slots], slots)
     is_file = sources is slot_store
     with TierRunner(open_file(tmp_path, arena) if is_file else Kept(arena)) as runner:
-        runner.begin("demote", 1, blocks, [0, 1])
+        runner.begin("demote", 1, blocks, slots)
         assert runner.wait(LONG_S)
         is_cut_short = True
         while is_cut_short:
             line += 1
             is_cut_short = is_interrupted(
-                lambda: runner.begin(direction, 2, blocks, [0, 1]),
+                lambda: runner.begin(direction, 2, blocks, slots),
                 line,
                 str(sources.__file__),
                 skipped=WITHOUT_SIGNALS,
@@ -189,6 +196,38 @@ def test_job_that_is_interrupted_anywhere_in_its_tier_ends(
             assert runner.wait(LONG_S / 10), f"line {line}: the job does not end"
             runner.poll()
         assert line > 10, "some lines were interrupted"
-        runner.begin(direction, 3, blocks, [0, 1])
+        runner.begin(direction, 3, blocks, slots)
         assert runner.wait(LONG_S)
-        assert runner.poll() == [(3, [True] * 2)], "a slot is still in use, or the queue is full"
+        ok = [True] * num_blocks
+        assert runner.poll() == [(3, ok)], "a slot is still in use, or the queue is full"
+
+
+@pytest.mark.parametrize("when", ["made", "announced"])
+@pytest.mark.parametrize("sources", [slot_store, queued])
+def test_job_that_is_interrupted_beside_its_ticket_ends(
+    tmp_path: Path,
+    arena: HostArena,
+    monkeypatch: pytest.MonkeyPatch,
+    sources: ModuleType,
+    when: str,
+) -> None:
+    """A signal comes as a call of the tier's own returns, which no line shows."""
+
+    class Cut(TierTicket):
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            if when == "made":
+                raise KeyboardInterrupt
+
+        def announce(self) -> None:
+            super().announce()
+            raise KeyboardInterrupt
+
+    fill(arena, 1)
+    is_file = sources is slot_store
+    with TierRunner(open_file(tmp_path, arena) if is_file else Kept(arena)) as runner:
+        monkeypatch.setattr(sources, "TierTicket", Cut)
+        with pytest.raises(KeyboardInterrupt):
+            runner.begin("demote", 1, blocks_of([key_of(0)], [0]), [0])
+        assert runner.wait(LONG_S / 10)
+        assert runner.poll() == [(1, [False])]

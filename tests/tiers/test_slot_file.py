@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import socket
 import stat
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.forks import in_child
+from tests.interrupts import is_interrupted
 from tests.tiers.setup import (
     LONG_S,
     MODEL,
@@ -28,8 +30,9 @@ from tests.tiers.setup import (
 )
 
 from kvstow import ConfigError, StateError
-from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch
-from kvstow.tiers.files import Files
+from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, slot_store
+from kvstow.tiers.files import Buffers, Files
+from kvstow.tiers.slot_file import SlotTier
 from kvstow.tiers.slot_index import VERSION
 from kvstow.transfer import HostArena
 
@@ -175,25 +178,69 @@ def test_renewal_with_a_fingerprint_is_warm_under_it(tmp_path: Path, arena: Host
 
 
 class FailingSync(Here):
-    fails = False
+    error: Exception | None = None
 
     def sync(self, file: int) -> None:
-        if self.fails:
-            raise OSError(errno.EIO, "Input/output error")
+        if self.error is not None:
+            raise self.error
 
 
-def test_renewal_that_cannot_be_synced_turns_the_tier_off(tmp_path: Path, arena: HostArena) -> None:
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
+def test_renewal_that_cannot_be_synced_turns_the_tier_off(
+    tmp_path: Path, arena: HostArena, error: Exception
+) -> None:
     files = FailingSync()
     with open_file(tmp_path, arena, files=files) as tier:
         assert all(put(tier, KEYS[:4], range(4)))
-        files.fails = True
+        files.error = error
         renewed = tier.renew()
         renewed.wait(LONG_S)
         assert renewed.ok.tolist() == [False]
-        assert "cannot write" in str(renewed.error)
+        assert ("cannot write" in str(renewed.error)) == isinstance(error, OSError)
         assert tier.mode == "off"
         assert "new generation cannot be written" in str(tier.error)
         assert not any(get(tier, KEYS[:4], range(4)))
+
+
+def test_renewal_that_is_interrupted_anywhere_takes_place_or_does_not(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    """A block that this process no longer serves does not come back with the next one."""
+    line, is_cut_short, now = 0, True, [True]
+    while is_cut_short:
+        line += 1
+        with open_file(tmp_path, arena) as tier:
+            assert put(tier, KEYS[:1], [0]) == [True]
+            is_cut_short = is_interrupted(
+                tier.renew, line, str(slot_store.__file__), skipped=("with ", "try:")
+            )
+            now = get(tier, KEYS[:1], [0])
+        with open_file(tmp_path, arena) as tier:
+            assert get(tier, KEYS[:1], [0]) == now, f"line {line}"
+    assert line > 10, "some lines were interrupted"
+    assert now == [False], "a renewal that is not interrupted takes place"
+
+
+class FailingWrite(Here):
+    fails = False
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(file, buffers, offset)
+
+
+def test_delete_that_fails_can_be_tried_again(tmp_path: Path, arena: HostArena) -> None:
+    blocks, files = blocks_of(KEYS[:1], [0]), FailingWrite()
+    with open_file(tmp_path, arena, files=files) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+        for fails in (True, False):
+            files.fails = fails
+            ticket = tier.delete(blocks)
+            ticket.wait(LONG_S)
+            assert ticket.ok.tolist() == [not fails]
+    with open_file(tmp_path, arena) as tier:
+        assert get(tier, KEYS[:1], [0]) == [False], "the block is back, though it was deleted"
 
 
 # -- refused -------------------------------------------------------------------------------------
@@ -448,6 +495,26 @@ def test_fingerprint_longer_than_the_header_is_refused() -> None:
 
 
 # -- the end -------------------------------------------------------------------------------------
+
+
+def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
+    while is_cut_short:
+        line += 1
+        opened: list[SlotTier] = []
+        is_cut_short = is_interrupted(
+            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
+            line,
+            sources,
+            skipped=("with ", "try:"),
+        )
+        for tier in opened:
+            tier.close()
+        gc.collect()
+        open_file(tmp_path, arena).close()  # which is refused while the file is locked
+    assert line > 100, "some lines were interrupted"
 
 
 class InterruptedOnce(Here):

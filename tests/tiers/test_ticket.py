@@ -110,10 +110,12 @@ def test_deadline_that_is_not_a_number_is_a_config_error(bad: float) -> None:
 def test_watch_within_a_watch_leaves_the_rest_to_the_outer_one() -> None:
     outer: list[TierTicket] = []
     inner: list[TierTicket] = []
+    first, second, third, fourth = (TierTicket(1) for _ in range(4))
     with tickets_made(outer):
-        first = TierTicket(1)
+        first.announce()
         with tickets_made(inner):
-            second = TierTicket(1)
-        third = TierTicket(1)
-    TierTicket(1)
+            second.announce()
+        third.announce()
+        TierTicket(1)  # one that is not announced
+    fourth.announce()
     assert (outer, inner) == ([first, third], [second])

@@ -149,6 +149,7 @@ class BothTier(Tier):
     def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
         job = _Job(blocks, host_slots, deadline)
         ticket, every = BothTicket(len(blocks), deadline), np.arange(len(blocks))
+        ticket.announce()
         with tickets_made(ticket.made):
             if self._may_use_disk():
                 ticket.ask(self._move("put", self.disk, job, every), every)
@@ -168,6 +169,7 @@ class BothTier(Tier):
             if len(at) and may_write:
                 self._move("put", self.disk, job, at[: self._may_keep(len(at))])
 
+        ticket.announce()
         with tickets_made(ticket.made):
             ticket.ask(self._move("get", self.disk, job, here), here)
             ticket.ask(self._move("get", self.shared, job, there), there)
@@ -178,6 +180,7 @@ class BothTier(Tier):
         ticket = BothTicket(len(blocks), None)
         every = np.arange(len(blocks))
         given = _part(blocks, every)
+        ticket.announce()
         with tickets_made(ticket.made):
             ticket.ask(self.disk.delete(given), every)
             ticket.ask(self.shared.delete(given), every)

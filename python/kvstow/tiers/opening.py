@@ -122,8 +122,13 @@ def index_bytes(num_slots: int) -> int:
     return HEADER_BYTES + num_slots * FRAME_BYTES
 
 
-def open_slot_file(files: Files, wanted: Wanted) -> Opened:
+def open_slot_file(files: Files, wanted: Wanted, undo: contextlib.ExitStack) -> Opened:
     """Open or create a slot file.
+
+    Args:
+        files: the file calls.
+        wanted: what to open.
+        undo: gets what undoes it, each as soon as there is something to undo.
 
     Raises:
         ConfigError: the place is unsuitable, too small, or holds something else.
@@ -132,10 +137,7 @@ def open_slot_file(files: Files, wanted: Wanted) -> Opened:
     """
     check_place(files, wanted.path, wanted.max_bytes, wanted.slot_bytes)
     try:
-        with contextlib.ExitStack() as undo:
-            opened = _Opening(files, wanted, undo).run()
-            undo.pop_all()
-        return opened
+        return _Opening(files, wanted, undo).run()
     except OSError as error:
         raise explained(wanted.path, error) from error
 
@@ -222,7 +224,7 @@ def in_use(files: Files, index: int, path: str, advice: str) -> str:
 
 
 class _Opening:
-    """One opening, which undoes what it did if it fails."""
+    """One opening, and what undoes it."""
 
     def __init__(self, files: Files, wanted: Wanted, undo: contextlib.ExitStack) -> None:
         self._files = files

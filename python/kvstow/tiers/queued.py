@@ -198,6 +198,7 @@ class QueuedTier(SharedTier):
             why = f"{num_bytes} bytes of puts would wait, more than max_queued_bytes, {limit}"
             ticket = TierTicket(len(blocks), deadline)
             ticket.end(None, TransferError(why))
+            ticket.announce()
             return ticket
         return self._begin("put", blocks, host_slots, deadline)
 
@@ -216,6 +217,7 @@ class QueuedTier(SharedTier):
         job: Job | None = None
         ticket = TierTicket(len(blocks), deadline)
         try:
+            ticket.announce()
             now_s = time.monotonic()
             until_s = now_s + self.timeout_s if ticket.deadline is None else ticket.deadline
             size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
@@ -238,7 +240,7 @@ class QueuedTier(SharedTier):
 
     def _take_back(self, ticket: TierTicket, job: Job | None) -> None:
         """End what no thread has begun of a job whose begin was interrupted."""
-        if job is None:
+        if job is None or not len(job.blocks):
             ticket.end()
             return
         with self._lock:

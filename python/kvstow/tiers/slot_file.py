@@ -12,6 +12,7 @@ bytes move, and `opening` for what happens to an existing file.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from kvstow.arguments import checked_int
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
-from kvstow.tiers.opening import Opened, Wanted, index_bytes, open_slot_file
+from kvstow.tiers.opening import Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
@@ -145,10 +146,12 @@ class SlotTier(Tier):
                 f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
                 f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
             )
-        opened = open_slot_file(files, wanted)
+        store: SlotStore | None = None
+        undo = contextlib.ExitStack()
         try:
+            opened = open_slot_file(files, wanted, undo)
             super().__init__(arena, opened.header.num_slots)
-            self._store = SlotStore(
+            self._store = store = SlotStore(
                 files,
                 opened,
                 self._rows,
@@ -158,8 +161,13 @@ class SlotTier(Tier):
                 max_quarantined_bytes=parse_bytes(config.max_quarantined_bytes),
                 stuck_after_s=config.stuck_after_s,
             )
-        except BaseException:
-            _close(files, opened)
+            # At interpreter exit too: a thread must not write while memory is taken down around it.
+            self._stop = weakref.finalize(self, store.close)
+        except BaseException:  # an interrupt, at any line: let go of the lock
+            if store is None:
+                undo.close()
+            else:
+                store.close()
             raise
         self.path: Final = wanted.path
         self.num_slots: Final = opened.header.num_slots
@@ -167,8 +175,6 @@ class SlotTier(Tier):
         self.is_direct: Final = opened.not_direct is None
         self.num_dropped_records: Final = opened.num_dropped
         self._fingerprint = fingerprint
-        # At interpreter exit too: a thread must not write while memory is taken down around it.
-        self._stop = weakref.finalize(self, self._store.close)
 
     def records(self) -> SlotRecords:
         """Return what the file holds, for the accounting.
@@ -235,8 +241,3 @@ class SlotTier(Tier):
 
     def _delete(self, blocks: Checked) -> TierTicket:
         return self._store.submit("delete", blocks, np.empty(0, np.int64), None)
-
-
-def _close(files: Files, opened: Opened) -> None:
-    for file in (opened.data, opened.index):
-        files.close(file)

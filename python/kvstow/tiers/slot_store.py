@@ -176,6 +176,7 @@ class SlotStore:
         job: Job | None = None
         ticket = TierTicket(len(blocks), deadline, clock=self._now)
         try:
+            ticket.announce()
             context, slots = self.context, blocks.slots
             job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
             refused = self.error if kind == "put" or self.mode == "off" else None
@@ -198,25 +199,33 @@ class SlotStore:
 
     def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
         """Draw a new generation, and begin to make it durable."""
-        ticket = TierTicket(1, clock=self._now)
-        generation = new_generation()
-        with self._lock:
-            self.header = replace(
-                self.header,
-                generation=generation,
-                is_renewed=fingerprint is None,
-                fingerprint=header_fields,
-            )
-            self.context = Context(
-                fingerprint or self.context.fingerprint, generation, self.context.length
-            )
-            none = np.empty(0, np.int64)
-            one = np.zeros(1, np.int64)
-            job = Job("renew", np.zeros(1, FRAME), one, none, self.context, ticket)
-            if self.mode == "off":
-                self._end(job, self.error)
-            else:
-                self._begin(job)
+        job: Job | None = None
+        ticket, before = TierTicket(1, clock=self._now), (self.header, self.context)
+        try:
+            ticket.announce()
+            header, context = before
+            generation = new_generation()
+            none, one = np.empty(0, np.int64), np.zeros(1, np.int64)
+            with self._lock:
+                self.header = replace(
+                    header,
+                    generation=generation,
+                    is_renewed=fingerprint is None,
+                    fingerprint=header_fields,
+                )
+                self.context = Context(
+                    fingerprint or context.fingerprint, generation, context.length
+                )
+                job = Job("renew", np.zeros(1, FRAME), one, none, self.context, ticket)
+                if self.mode == "off":
+                    self._end(job, self.error)
+                else:
+                    self._begin(job)
+        except BaseException:  # an interrupt: a generation that the file does not get never counts
+            if not (job in self._jobs or (ticket.has_ended and ticket.ok[0])):
+                self.header, self.context = before
+                ticket.end()
+            raise
         return ticket
 
     def _begin(self, job: Job) -> None:
@@ -279,6 +288,11 @@ class SlotStore:
     def _end(self, job: Job, error: TransferError | None) -> None:
         if job.kind in {"put", "get"} and job.context is not self.context:
             job.ok[:] = False  # a reset came between
+        if job.kind == "renew" and error is not None:
+            self._off = self._off or TransferError(
+                f"the tier is off because its new generation cannot be written ({error}); check "
+                "the disk, and open the tier again"
+            )
         job.ticket.end(job.ok, error)
         if job.kind not in {"put", "get"}:
             return
@@ -312,12 +326,7 @@ class SlotStore:
         what = {"put": "write", "get": "read", "delete": "write", "renew": "write"}[kind]
         failed = TransferError(f"the slot file cannot {what} ({error.strerror or error})")
         failed.__cause__ = error
-        if kind == "renew":
-            self._off = self._off or TransferError(
-                f"the tier is off because its new generation cannot be written ({error}); check "
-                "the disk, and open the tier again"
-            )
-        elif what == "write":
+        if kind in {"put", "delete"}:
             self._read_only = self._read_only or TransferError(
                 f"the tier only reads because a write failed ({error}); check the disk, and open "
                 "the tier again"
@@ -342,8 +351,8 @@ class SlotStore:
     def _drop(self, job: Job, part: slice) -> None:
         found = taken(self._words, job.slots[part])
         slots = job.slots[part][match(found, job.frames[part])]
-        self._words[slots] = 0
         self._calls.write_frames(slots, np.zeros(len(slots), FRAME))
+        self._words[slots] = 0  # only now, so that a delete that failed can be tried again
         job.ok[job.at[part]] = True
 
     def _find(self, job: Job, free: Bools) -> None:

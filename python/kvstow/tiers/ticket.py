@@ -37,7 +37,7 @@ _watched = _Watched()
 
 @contextmanager
 def tickets_made(tickets: list[TierTicket]) -> Iterator[None]:
-    """Append to `tickets` each ticket that this thread makes.
+    """Append to `tickets` each ticket that this thread announces.
 
     So a caller knows the ticket of a call that raises, for example by Ctrl-C. While a call within
     it watches too, only that one gets the tickets.
@@ -77,6 +77,13 @@ class TierTicket:
         self._error: TransferError | None = None
         # Never taken back, so that an answer does not change after it was read.
         self._is_late = False
+
+    def announce(self) -> None:
+        """Tell `tickets_made` of this ticket, before its work begins.
+
+        From here on somebody may wait for its end. So a call that raises later ends it, unless its
+        work has begun.
+        """
         if _watched.tickets is not None:
             _watched.tickets.append(self)
 
