@@ -41,9 +41,14 @@ def adapter(path: Path | str, number: int = 1, **more: Any) -> LoRARequest:
     return LoRARequest("adapter", number, str(path), **more)
 
 
-def hit(server: Server, adapter: LoRARequest | None) -> int:
-    """Serve the same prompt once more, with nothing of it on the device."""
-    found = server.serve(server.begin("a", lora_request=adapter))
+def hit(server: Server, adapter: LoRARequest | None, *, skips: bool = False) -> int:
+    """Serve the same prompt once more, with nothing of it on the device.
+
+    If `skips`, the request reads no cache, as one with `prompt_logprobs`.
+    """
+    request = server.begin("a", lora_request=adapter)
+    request.skip_reading_prefix_cache = skips
+    found = server.serve(request)
     server.forget()
     return found
 
@@ -63,10 +68,12 @@ def test_an_unchanged_adapter_comes_back(server: Server, local: Path) -> None:
     assert hit(server, adapter(local, load_inplace=True)) == NUM_HIT
 
 
+@pytest.mark.parametrize("skips", [False, True])
 def test_an_adapter_whose_files_changed_takes_nothing_until_a_reset(
-    server: Server, local: Path, log: list[str]
+    server: Server, local: Path, log: list[str], *, skips: bool
 ) -> None:
-    hit(server, adapter(local))
+    """Also if the first request loads nothing, and only its blocks are stored."""
+    hit(server, adapter(local), skips=skips)
     replace(local)
     assert hit(server, adapter(local)) == hit(server, adapter(local)) == 0
     assert len([line for line in log if "may have changed since its first request" in line]) == 1

@@ -444,6 +444,11 @@ def test_blocks_held_only_by_a_transfer_count_as_pending_frees() -> None:
     assert not scheduler.half.holds_freed_blocks()
     scheduler.finish(request)
     assert scheduler.half.holds_freed_blocks()
+    tier = scheduler.half.tier
+    tier.turn_off()
+    assert scheduler.half.holds_freed_blocks(), "its copy may still end"
+    scheduler.now += tier.options.load_timeout_s
+    assert not scheduler.half.holds_freed_blocks(), "vLLM would wait for a copy that never ends"
 
 
 def test_a_request_that_never_ran_leaves_nothing() -> None:

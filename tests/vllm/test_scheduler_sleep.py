@@ -144,10 +144,11 @@ def test_a_version_written_while_vllm_loaded_the_weights_never_keeps_the_tier(
     assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, "the version is known"
 
 
-def with_old_weights_on_the_host(version: Path | None) -> Scheduler:
+def with_old_weights_on_the_host(version: Path | None, *, is_idle: bool = False) -> Scheduler:
     """Return a scheduler whose tier has stored KV of weights 1 after a reset for weights 2.
 
-    Without `version`, no file names the weights, and each reset empties the tier.
+    Without `version`, no file names the weights, and each reset empties the tier. If `is_idle`, no
+    request holds a block when that KV is found on the device.
     """
     options: dict[str, Any] = {}
     if version is not None:
@@ -161,12 +162,17 @@ def with_old_weights_on_the_host(version: Path | None) -> Scheduler:
         version.write_text("2")
     assert not scheduler.manager.reset_prefix_cache(), "a request holds blocks"
     scheduler.half.reset()
+    if is_idle:
+        scheduler.finish(running)
+        for _ in range(2):
+            scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
     # A later request hits blocks of the old weights on the device, and stores them.
     later = scheduler.request("b", 100)
     scheduler.admit(later)
     scheduler.step(later)
     scheduler.finish(later)
-    scheduler.finish(running)
+    if not is_idle:
+        scheduler.finish(running)
     for _ in range(2):
         scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
@@ -184,9 +190,12 @@ def test_weights_that_are_put_back_before_the_device_is_reset_count_as_others(
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
 
 
-def test_other_weights_empty_the_tier_until_the_device_is_reset(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_other_weights_empty_the_tier_until_the_device_is_reset(
+    tmp_path: Path, *, is_idle: bool
+) -> None:
     version = tmp_path / "version"
-    scheduler = with_old_weights_on_the_host(version)
+    scheduler = with_old_weights_on_the_host(version, is_idle=is_idle)
     scheduler.half.reset()
     assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
     scheduler.store_request("e")

@@ -50,6 +50,8 @@ class Loads:
             # If vLLM refused it while others ran, the pool was full: their blocks are free now.
             tracked.recompute = True
         tracked.num_local_tokens = num_local_tokens
+        # Also for a request that loads nothing: its blocks are stored.
+        has_changed = self.adapters.has_changed(request)
         offload, model = self.tier.offload, self.tier.model
         if offload is None:
             # The first step brings the ranks' capacities. vLLM steps while a request waits.
@@ -62,7 +64,7 @@ class Loads:
             tracked.recompute
             or request.skip_reading_prefix_cache
             or num_local_tokens % model.tokens_per_hit
-            or self.adapters.has_changed(request)
+            or has_changed
             or _is_new_chunk_of_preempted(request)
         ):
             offload.release(request.request_id)

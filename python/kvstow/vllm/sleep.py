@@ -89,9 +89,11 @@ class Sleep:
         """Empty the tier unless it is to be kept; return whether it is kept."""
         # vLLM has tried to reset its own pool just before. If requests held blocks there, the pool
         # still serves what the old weights computed, and the tier may store it. So the version that
-        # was read counts as new until vLLM's reset succeeds.
-        num_free = self.tier.pool.free_block_queue.num_free_blocks
-        is_pool_reset = num_free == self.tier.model.num_blocks - 1
+        # was read counts as new until vLLM's reset succeeds. All blocks are free then, as they are
+        # between requests, and none has a key.
+        pool = self.tier.pool
+        are_free = pool.free_block_queue.num_free_blocks == self.tier.model.num_blocks - 1
+        is_pool_reset = are_free and not len(pool.cached_block_hash_to_block)
         is_kept = self.tier.options.preserve_on_sleep
         if is_kept and not self.weights.changed(remember=is_pool_reset):
             return True

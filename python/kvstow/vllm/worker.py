@@ -249,7 +249,13 @@ class WorkerHalf:
         self.movers = [shared[layout.regions] for layout in self._layouts]
 
     def bind(self, jobs: StepJobs) -> None:
-        """Take a step's jobs."""
+        """Take a step's jobs.
+
+        Stores of the last step that vLLM has not begun begin now: with drafts, the older runner
+        asks for them after the drafts, and only the last stage of a pipeline makes drafts. Their
+        blocks were computed before that step, and are held until the stores end.
+        """
+        self.begin(STORE)
         self._drop_step()
         jobs.failed_request_ids += self._jobs.failed_request_ids
         self._jobs = jobs
