@@ -120,6 +120,8 @@ class RespTier(QueuedTier):
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
+        if self._is_forked:  # another thread of the parent may hold the lock of the nodes
+            return
         super().close()
         self.nodes.forget()
 
