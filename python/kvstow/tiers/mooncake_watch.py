@@ -85,7 +85,8 @@ class CallWatch:
         with self._lock:
             self._is_closed = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.is_alive():  # not if the system did not start it
+            self._thread.join()
 
     def soon(self, start: Callable[[], None]) -> bool:
         """Let the watch's thread call `start`, which starts a thread; return False if it is closed.

@@ -155,8 +155,24 @@ class QueuedTier(SharedTier):
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads. After an error none is left, and the tier is closed.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         close_in_children(self)
+        try:
+            self._start_threads()
+        except BaseException as error:  # an interrupt, too
+            self.close()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StateError(
+                f"the system does not start a thread of the tier ({error}); raise the limit of "
+                "threads (ulimit -u, pids.max of the container)"
+            ) from error
+
+    def _start_threads(self) -> None:
         for queue in (self._puts, self._others):
             for _ in range(self._num_threads):
                 self._start_thread(queue, self._worker())

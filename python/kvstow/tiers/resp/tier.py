@@ -80,7 +80,7 @@ class RespTier(QueuedTier):
 
         Raises:
             ConfigError: a wrong argument, or redis-py is not installed.
-            StateError: the arena is closed.
+            StateError: the arena is closed, or the system starts no more threads.
         """
         super().__init__(
             arena,
