@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -94,7 +94,8 @@ class Worker(Protocol):
         """Return whether another thread goes on with this worker; then this one ends.
 
         Args:
-            start: starts the other thread. It is called soon, unless this returns False.
+            start: starts the other thread. It is called soon, unless this returns False. If the
+                system starts no thread until the tier is closed, `close` ends the jobs that wait.
         """
 
     def close(self) -> None:
@@ -267,7 +268,7 @@ class QueuedTier(SharedTier):
         """Carry out every job, each up to its deadline, and stop.
 
         A thread whose call does not return is given up after twice `timeout_s`. Its ticket does not
-        end.
+        end. What no thread has begun by then fails.
         """
         if self._is_forked:
             return
@@ -278,6 +279,20 @@ class QueuedTier(SharedTier):
         until_s = time.monotonic() + 2 * self.timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """Fail what no thread has begun, because the threads hang or the system starts none."""
+        error = TransferError("the tier was closed, and no thread had begun the job")
+        for queue in (self._puts, self._others):
+            with suppress(Empty):
+                while True:
+                    job = queue.get_nowait()
+                    while job is not None and job.parts:
+                        with suppress(IndexError):  # a thread was faster
+                            self._end_part(job, job.parts.popleft(), error)
+            for _ in range(self._num_threads):
+                queue.put(None)  # in place of those that were taken here
 
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has none of the threads."""
