@@ -170,7 +170,11 @@ class MooncakeTier(QueuedTier):
         if self._segment_bytes and self._giver is None:
             self._giver = self._new_store(segment_bytes=self._segment_bytes)
         link = Link(self._new_store())
-        link.register(self._rows)
+        try:
+            link.register(self._rows)
+        except BaseException:
+            link.close()
+            raise
         return link
 
 
