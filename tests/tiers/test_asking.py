@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
+from tests.interrupts import is_interrupted
 
 from kvstow import ConfigError, KvstowError, StateError, TransferError
+from kvstow.tiers import asking
 from kvstow.tiers.asking import MAX_KEYS, Answer, Asker, Key, Question
 
 LONG_S = 20.0
@@ -315,6 +317,54 @@ def test_a_store_that_cannot_be_opened_is_tried_again(
         assert answer(asker.ask([key(1)])) == [True]
     assert threading.current_thread() not in tries
     assert not caplog.records
+
+
+def test_a_question_whose_thread_does_not_start_finds_nothing(
+    store: Simulated, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.held = {key(1)}
+    with pytest.MonkeyPatch.context() as patch, Asker(lambda: store, clock=clock) as asker:
+        patch.setattr(threading.Thread, "start", refuse_to_start)
+        asker.connect()
+        question = asker.ask([key(1)])
+        assert question.poll() and question.found == [False]
+        assert asker.stats.refused_questions == 1
+        assert not caplog.records
+        asker.ask([key(1)])
+        assert "does not start the thread" in caplog.text and "ulimit -u" in caplog.text
+        patch.undo()
+        clock.now_s += 1.0
+        assert answer(asker.ask([key(1)])) == [True], "the next question does not try again"
+    assert store.is_closed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_to_start)
+        asker = Asker(Simulated, clock=clock)
+        asker.ask([key(1)])
+        asker.close()
+
+
+def refuse_to_start(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_an_interrupted_question_leaves_its_keys_to_the_next_one() -> None:
+    before, line, is_cut_short = threading.active_count(), 0, True
+    while is_cut_short:
+        line += 1
+        store, clock = Simulated({key(1)}), Clock()
+        with Asker(lambda store=store: store, clock=clock) as asker:  # type: ignore[misc]
+            is_cut_short = is_interrupted(
+                lambda asker=asker: asker.ask([key(1)]),  # type: ignore[misc]
+                line,
+                str(asking.__file__),
+                skipped=("with ", "try:"),
+            )
+            assert answer(asker.ask([key(1)])) == [True], f"line {line}"
+    assert line > 20, "some lines were interrupted"
+    until_s = time.monotonic() + LONG_S
+    while threading.active_count() > before:
+        assert time.monotonic() < until_s, "a thread is left"
+        time.sleep(0.001)
 
 
 def test_memory_is_bounded(

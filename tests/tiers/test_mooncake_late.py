@@ -226,6 +226,23 @@ def test_job_never_ends_if_the_store_does_not_close(
     assert not stores[0].is_closed
 
 
+def test_store_that_refuses_the_host_memory_is_closed(
+    tier: MooncakeTier, stores: list[Doubtful]
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doubtful, "register_buffer", lambda *_: -600)
+        refused = tier.get(blocks(1), [1])
+        refused.wait_until_ended(LONG_S)
+    assert "does not take" in str(refused.error)
+    assert [store.is_closed for store in stores] == [True]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Doubtful, "code", -704)
+        again = tier.get(blocks(1), [1])
+        again.wait_until_ended(LONG_S)
+    assert again.error is None
+    assert [store.is_closed for store in stores] == [True, False]
+
+
 def test_call_in_doubt_is_one_that_raises(stores: list[Doubtful]) -> None:
     links = Links(lambda: Link(Doubtful()))
     with links.borrowed() as link:

@@ -228,6 +228,32 @@ def test_threads_that_have_handed_over_are_forgotten(tier: MooncakeTier) -> None
     tier._others.put(None)  # ends the fifth
 
 
+def test_close_ends_jobs_for_which_no_thread_starts(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standing = [tier.get(blocks(at), [at]) for at in range(2)]
+    wait_until(lambda: len(Standing.callers) == 2, "both threads call")
+    wait_until(lambda: all(priority(one) == LOWEST for one in Standing.callers), "not long yet")
+    waiting = [tier.get(blocks(at), [at]) for at in range(2, 6)]
+    refused: list[threading.Thread] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        Standing.may_go_on.set()
+        for ticket in standing:
+            ticket.wait_until_ended(SOON_S)
+        wait_until(lambda: len(refused) >= 2, "no thread hands over")
+        tier.close()
+    assert not any(thread.is_alive() for thread in tier._threads)
+    for ticket in waiting:
+        assert ticket.has_ended and not ticket.ok.any()
+        assert "no thread had begun the job" in str(ticket.error)
+
+
 def test_while_a_call_is_late_others_fail_at_once(tier: MooncakeTier) -> None:
     late = tier.get(blocks(1), [1], deadline=time.monotonic() + 2 * LONG_S)
     late.wait()

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.interrupts import is_interrupted
 from tests.tiers.setup import (
     LONG_S,
     NUM_SLOTS,
@@ -30,7 +31,7 @@ from tests.tiers.setup import (
     stats_after,
 )
 
-from kvstow.tiers import slot_pieces
+from kvstow.tiers import SlotTier, lanes, slot_pieces
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import HostArena, TransferTimeout
 
@@ -154,6 +155,26 @@ def test_too_many_bytes_that_hang_turn_the_tier_off(
     files.gate.set()
     stats_after(tier, *jobs)
     tier.close()
+
+
+def test_opening_that_is_interrupted_leaves_no_thread(tmp_path: Path, arena: HostArena) -> None:
+    before, line, is_cut_short = threading.active_count(), 0, True
+    while is_cut_short:
+        line += 1
+        opened: list[SlotTier] = []
+        is_cut_short = is_interrupted(
+            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
+            line,
+            str(lanes.__file__),
+            skipped=("with ", "try:"),
+        )
+        for tier in opened:
+            tier.close()
+        until_s = time.monotonic() + LONG_S
+        while threading.active_count() > before:
+            assert time.monotonic() < until_s, f"line {line}: a thread is left"
+            time.sleep(0.001)
+    assert line > 50, "some lines were interrupted"
 
 
 def test_no_get_waits_for_puts(tmp_path: Path, arena: HostArena) -> None:

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from tests.forks import in_child
 
 from kvstow import ConfigError, StateError, TransferError
 from kvstow.tiers import TierTicket
@@ -85,6 +86,27 @@ def test_result_belongs_to_the_caller() -> None:
     ticket.end(np.ones(1, np.bool_))
     ticket.ok[:] = False
     assert ticket.ok.tolist() == [True]
+
+
+# Python warns of a fork in a process with threads.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_tickets_have_ended_in_a_forked_child() -> None:
+    open_ticket, ended = TierTicket(2), TierTicket(1)
+    ended.end(np.ones(1, np.bool_))
+    waiting = threading.Thread(target=open_ticket.wait, args=(LONG_S,))
+    waiting.start()
+
+    def check() -> None:
+        open_ticket.wait_until_ended(0)
+        assert open_ticket.ok.tolist() == [False, False]
+        assert "forked" in str(open_ticket.error)
+        assert ended.ok.tolist() == [True] and ended.error is None
+
+    in_child(check)
+    assert not open_ticket.has_ended, "the parent's ticket has ended, too"
+    open_ticket.end(np.ones(2, np.bool_))
+    waiting.join(LONG_S)
+    assert open_ticket.ok.tolist() == [True, True]
 
 
 def test_wait_returns_at_the_end_or_at_the_deadline() -> None:

@@ -16,6 +16,7 @@ prevents it:
 - An answer is older than a reset: `reset` empties the cache, and earlier questions find nothing.
 - Blocks of another model: the store is asked under this model's namespace.
 - A dead store holds up every request: after failures in a row nothing is asked for a while.
+- No thread starts: the question finds nothing, and the next one tries again.
 - Memory grows: the cache, the queue and each question are bounded.
 """
 
@@ -111,8 +112,8 @@ class AskerStats:
         found_keys: of these, keys that the store had.
         late_questions: requests that went on without an answer.
         failed_questions: questions that the store did not answer, or not for all keys.
-        refused_questions: questions that were not asked, because the store had failed, or because
-            too many waited.
+        refused_questions: questions that were not asked, because the store had failed, because too
+            many waited, or because the system started no thread.
     """
 
     questions: int = 0
@@ -309,15 +310,37 @@ class Asker(Closing):
             self.stats.refused_questions += 1
             return None
         call = _Call(keys, self.epoch, now_s + self._wait_s)
-        self._under_way.update(dict.fromkeys(keys, call))
-        self._queue_call(call)
-        return call
+        try:
+            self._under_way.update(dict.fromkeys(keys, call))
+            is_queued = self._queue_call(call)
+        except BaseException:  # an interrupt, at any line: perhaps no thread has the call
+            self._forget(call)
+            raise
+        if is_queued:
+            return call
+        self._forget(call)
+        self.stats.refused_questions += 1
+        return None
 
-    def _queue_call(self, call: _Call) -> None:
+    def _queue_call(self, call: _Call) -> bool:
+        """Queue a call; return False if the system starts no thread for it."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvstow-asker", daemon=True)
-            self._thread.start()
+            # Known only once it runs. After an interrupt in between, the next call starts another.
+            thread = threading.Thread(target=self._run, name="kvstow-asker", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                if self.breaker.failed():
+                    logger.warning(
+                        "kvstow: the system does not start the thread that asks the shared tier "
+                        "(%s), whose blocks are recomputed meanwhile. Raise the limit of threads "
+                        "(ulimit -u, pids.max of the container)",
+                        error,
+                    )
+                return False
+            self._thread = thread
         self._queue.put(call)
+        return True
 
     # -- what the thread does --------------------------------------------------------------------
 
@@ -346,6 +369,7 @@ class Asker(Closing):
             self._end(call, answer)
             if self.breaker.succeeded():
                 logger.warning("kvstow: the shared tier says again what it has")
+        self._queue.put(None)  # ends a thread that an interrupt has hidden
         if store is not None:
             store.close()
 

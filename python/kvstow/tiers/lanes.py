@@ -160,8 +160,11 @@ class Lanes:
             for queue in (self._puts, self._others) * num_lanes:
                 self._add(queue)
             threading.Thread(target=self._watch, name="kvstow-tier-watch", daemon=True).start()
-        except RuntimeError as error:
+        except BaseException as error:  # an interrupt, too: nobody else ends those that run
             self.stop()
+            self._stop_watch.put(None)
+            if not isinstance(error, RuntimeError):
+                raise
             raise StateError(
                 f"the system does not start a thread of the tier ({error}); raise the limit of "
                 "threads (ulimit -u, pids.max of the container)"

@@ -120,7 +120,7 @@ class MooncakeTier(QueuedTier):
 
         Raises:
             ConfigError: a wrong argument, or Mooncake is not installed.
-            StateError: the arena is closed.
+            StateError: the arena is closed, or the system starts no more threads.
         """
         super().__init__(
             arena,
@@ -146,8 +146,11 @@ class MooncakeTier(QueuedTier):
         self.links: Final = Links(self._connect)
         self.breaker: Final = Breaker()
         self.watch: Final = CallWatch()
-        self.watch.start()
         self.start()
+
+    def _start_threads(self) -> None:
+        self.watch.start()
+        super()._start_threads()
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
@@ -167,7 +170,11 @@ class MooncakeTier(QueuedTier):
         if self._segment_bytes and self._giver is None:
             self._giver = self._new_store(segment_bytes=self._segment_bytes)
         link = Link(self._new_store())
-        link.register(self._rows)
+        try:
+            link.register(self._rows)
+        except BaseException:
+            link.close()
+            raise
         return link
 
 

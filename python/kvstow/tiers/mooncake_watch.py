@@ -9,7 +9,8 @@ begin --> under way --- long ---> its thread gets the lowest priority --- return
 ```
 
 A thread cannot raise its priority again, and gives it to the threads that it starts. So a spent one
-ends, and the watch starts another in its place.
+ends, and the watch starts another in its place. If the system starts none, the watch tries again
+until it is closed. Then the tier fails the jobs that wait.
 """
 
 from __future__ import annotations
@@ -85,13 +86,14 @@ class CallWatch:
         with self._lock:
             self._is_closed = True
         self._wake.set()
-        self._thread.join()
+        if self._thread.is_alive():  # not if the system did not start it
+            self._thread.join()
 
     def soon(self, start: Callable[[], None]) -> bool:
         """Let the watch's thread call `start`, which starts a thread; return False if it is closed.
 
         `start` may raise `RuntimeError`, because the system starts no thread. Then it is called
-        again.
+        again, until the watch is closed.
         """
         with self._lock:
             if not self._is_closed:
@@ -151,7 +153,7 @@ class CallWatch:
         self._start_all()  # what came before the close
 
     def _start_all(self) -> None:
-        """Call what is to be called soon. What raises comes again."""
+        """Call what is to be called soon. What raises comes again, unless the watch is closed."""
         with self._lock:
             starts, self._starts = self._starts, []
         for start in starts:

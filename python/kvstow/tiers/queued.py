@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Final, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -94,7 +94,8 @@ class Worker(Protocol):
         """Return whether another thread goes on with this worker; then this one ends.
 
         Args:
-            start: starts the other thread. It is called soon, unless this returns False.
+            start: starts the other thread. It is called soon, unless this returns False. If the
+                system starts no thread until the tier is closed, `close` ends the jobs that wait.
         """
 
     def close(self) -> None:
@@ -155,8 +156,24 @@ class QueuedTier(SharedTier):
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads. After an error none is left, and the tier is closed.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         close_in_children(self)
+        try:
+            self._start_threads()
+        except BaseException as error:  # an interrupt, too
+            self.close()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise StateError(
+                f"the system does not start a thread of the tier ({error}); raise the limit of "
+                "threads (ulimit -u, pids.max of the container)"
+            ) from error
+
+    def _start_threads(self) -> None:
         for queue in (self._puts, self._others):
             for _ in range(self._num_threads):
                 self._start_thread(queue, self._worker())
@@ -253,7 +270,7 @@ class QueuedTier(SharedTier):
         """Carry out every job, each up to its deadline, and stop.
 
         A thread whose call does not return is given up after twice `timeout_s`. Its ticket does not
-        end.
+        end. What no thread has begun by then fails.
         """
         if self._is_forked:
             return
@@ -264,6 +281,20 @@ class QueuedTier(SharedTier):
         until_s = time.monotonic() + 2 * self.timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
+        self._fail_waiting()
+
+    def _fail_waiting(self) -> None:
+        """Fail what no thread has begun, because the threads hang or the system starts none."""
+        error = TransferError("the tier was closed, and no thread had begun the job")
+        for queue in (self._puts, self._others):
+            with suppress(Empty):
+                while True:
+                    job = queue.get_nowait()
+                    while job is not None and job.parts:
+                        with suppress(IndexError):  # a thread was faster
+                            self._end_part(job, job.parts.popleft(), error)
+            for _ in range(self._num_threads):
+                queue.put(None)  # in place of those that were taken here
 
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has none of the threads."""

@@ -117,7 +117,7 @@ class SharedStore:
 
         Raises:
             ConfigError: the URL names no store, an option is wrong, or a library is missing.
-            StateError: the arena is closed.
+            StateError: the arena is closed, or the system starts no more threads.
         """
         is_mooncake = self._scheme() == "mooncake"
         self._check_options(is_mooncake)

@@ -8,6 +8,8 @@ submitted ---- poll() is False ----+-- the job ends in time ----> ok: one bool p
                                    +-- the deadline passes -----> ok: all False, is_late
                                        ... the job ends later --> has_ended
 ```
+
+A forked child has none of the tier's threads, so there each ticket has ended, with an error.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, StateError, TransferError
+from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
 from kvstow.transfer.ticket import HostTicket, TransferTimeout, checked_timeout_s, late
 
 Bools: TypeAlias = npt.NDArray[np.bool_]
@@ -73,6 +76,7 @@ class TierTicket:
         self.deadline = checked_deadline(deadline)
         self._clock = clock
         self._moment = HostTicket()
+        close_in_children(self)
         self._ok = np.zeros(num_blocks, np.bool_)
         self._error: TransferError | None = None
         # Never taken back, so that an answer does not change after it was read.
@@ -162,6 +166,12 @@ class TierTicket:
         if self._has_passed():
             self._is_late = True
         self._moment.end(None)
+
+    def close_in_child(self) -> None:
+        """End in a forked child."""
+        if not self._moment.poll():
+            self._error = TransferError(FORKED_TRANSFER)
+            self._moment.end(None)
 
     def _has_passed(self) -> bool:
         return self.deadline is not None and self._clock() > self.deadline

@@ -80,7 +80,7 @@ class RespTier(QueuedTier):
 
         Raises:
             ConfigError: a wrong argument, or redis-py is not installed.
-            StateError: the arena is closed.
+            StateError: the arena is closed, or the system starts no more threads.
         """
         super().__init__(
             arena,
@@ -120,6 +120,8 @@ class RespTier(QueuedTier):
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop."""
+        if self._is_forked:  # another thread of the parent may hold the lock of the nodes
+            return
         super().close()
         self.nodes.forget()
 

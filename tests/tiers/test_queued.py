@@ -1,0 +1,86 @@
+"""The threads of a shared tier: the system starts none, or an interrupt comes."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+from tests.interrupts import is_interrupted
+from tests.tiers.setup import LONG_S, new_arena
+from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept
+
+from kvstow import StateError
+from kvstow.tiers import queued
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.queued import QueuedTier
+from kvstow.tiers.resp import RespTier
+from kvstow.transfer import HostArena
+
+NAMESPACE = bytes(16)
+KINDS: dict[str, Callable[[HostArena], QueuedTier]] = {
+    "resp": lambda arena: RespTier(arena, "redis://127.0.0.1:1", NAMESPACE),
+    "mooncake": lambda arena: MooncakeTier(arena, "mooncake://127.0.0.1:1", NAMESPACE),
+}
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    until_s = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.001)
+
+
+def has_freed(arena: weakref.ref[HostArena]) -> bool:
+    gc.collect()
+    return arena() is None
+
+
+@pytest.mark.parametrize("num_allowed", range(4))
+@pytest.mark.parametrize("kind", KINDS)
+def test_tier_without_threads_is_refused_and_leaves_nothing(
+    kind: str, num_allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: object)
+    before, start, started = threading.active_count(), threading.Thread.start, list[Any]()
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == num_allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread.name)
+        start(thread)
+
+    arena = new_arena()
+    freed = weakref.ref(arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", limited)
+        with pytest.raises(StateError, match=r"can't start new thread.*ulimit -u"):
+            KINDS[kind](arena)
+    assert len(started) == num_allowed
+    wait_until(lambda: threading.active_count() == before, "a thread is left")
+    arena.close()
+    del arena
+    wait_until(lambda: has_freed(freed), "the arena is not freed")
+
+
+def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> None:
+    before, line, is_cut_short = threading.active_count(), 0, True
+    while is_cut_short:
+        line += 1
+        opened: list[Kept] = []
+        is_cut_short = is_interrupted(
+            partial(_open, arena, opened), line, str(queued.__file__), skipped=WITHOUT_SIGNALS
+        )
+        for tier in opened:
+            tier.close()
+        wait_until(lambda: threading.active_count() == before, f"line {line}: a thread is left")
+    assert line > 40, "some lines were interrupted"
+
+
+def _open(arena: HostArena, opened: list[Kept]) -> None:
+    opened.append(Kept(arena))
