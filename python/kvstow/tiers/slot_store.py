@@ -49,7 +49,7 @@ from kvstow.tiers.slot_pieces import Joined, Part, Piece
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import TierTicket
 from kvstow.tiers.tier import Checked, Mode, TierStats
-from kvstow.transfer.fork import FORKED, FORKED_TRANSFER, close_in_children
+from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
 
 # A piece of a job, which one thread carries out. Each costs some switches between threads, but a
@@ -422,11 +422,8 @@ class SlotStore:
         self._calls.close()
 
     def close_in_child(self) -> None:
-        """Close the files in a forked child, and fail every job."""
+        """Close the files in a forked child, where each ticket ends itself."""
         self._is_forked = True
         self._lock = threading.RLock()
         self._lanes.close_in_child()
         self._calls.close()  # the lock stays with the parent
-        for job in self._jobs:
-            if not job.ticket.has_ended:
-                job.ticket.end(None, TransferError(FORKED_TRANSFER))
