@@ -64,12 +64,13 @@ def test_head_size_follows_from_the_hidden_size() -> None:
     assert lay_out(parse_config("m", DENSE), 16).token_bytes == 4 * 2 * (512 // 8) * 2 * 2
 
 
-def test_ranks_divide_heads_and_then_hold_copies() -> None:
+def test_ranks_divide_heads_and_each_keeps_its_copy_of_a_repeated_head() -> None:
     model = find_model("qwen3-235b")
     at = {ranks: lay_out(model, 16, num_ranks=ranks) for ranks in (1, 2, 4, 8)}
     assert [one.token_bytes for one in at.values()] == [192_512, 96_256, 48_128, 48_128]
-    assert [one.num_copies for one in at.values()] == [1, 1, 1, 2]
-    assert {one.host_block_bytes for one in at.values()} == {16 * 192_512}
+    assert {one.num_copies for one in at.values()} == {1}
+    host_bytes = [one.host_block_bytes for one in at.values()]
+    assert host_bytes == [16 * 192_512] * 3 + [2 * 16 * 192_512]
 
 
 def test_every_rank_holds_a_latent_and_the_host_holds_it_once() -> None:

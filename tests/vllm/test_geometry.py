@@ -23,8 +23,10 @@ from vllm.model_executor.layers.mamba.mamba_utils import (
 from vllm.model_executor.models.config import NemotronHForCausalLMConfig
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -62,6 +64,26 @@ def test_groups_are_those_of_vllm(name: str) -> None:
     assert [
         sum(layers[name].page_size_bytes for name in group.layer_names) for group in groups
     ] == [one.block_bytes for one in own.groups]
+
+
+@pytest.mark.skipif(
+    not hasattr(planning, "kv_cache_groups_tp_replicas"), reason="vLLM 0.30 reports no equal KV"
+)
+@pytest.mark.parametrize("name", ["qwen3-235b", "deepseek-v3"])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+def test_ranks_that_share_a_copy_are_those_that_vllm_reports(name: str, ranks: int) -> None:
+    """At 8 ranks, two of them repeat each KV head of qwen3-235b."""
+    model = find_model(name)
+    size = {"block_size": 16, "num_kv_heads": max(1, model.num_kv_heads // ranks)}
+    of_a_latent = {"head_size": model.head_values, "max_tp_shards": 1}
+    of_heads = {"head_size": model.head_values // 2}
+    spec: KVCacheSpec = (
+        MLAAttentionSpec(**size, **of_a_latent, dtype=torch.bfloat16)
+        if model.is_latent
+        else FullAttentionSpec(**size, **of_heads, dtype=torch.bfloat16)
+    )
+    replicas = planning.kv_cache_groups_tp_replicas([KVCacheGroupSpec(["layer"], spec)], ranks)
+    assert lay_out(model, 16, num_ranks=ranks).num_copies == replicas
 
 
 @pytest.mark.parametrize(("windows", "full"), [(12, 13), (12, 17), (12, 18), (13, 30)])
