@@ -54,6 +54,31 @@ def test_float32_weights_have_a_cache_of_16_bits() -> None:
     assert lay_out(model, 16).dtype == "float16"
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_quantised_model_declares_its_cache(tmp_path: Path, is_beside: bool) -> None:
+    """In `config.json`, outside of the language model, or in the file of older ModelOpts."""
+    declared = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    quantization = {"producer": {"name": "modelopt"}, "quantization": declared}
+    fields: dict[str, object] = {"text_config": DENSE}
+    if is_beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    else:
+        fields["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = find_model(str(tmp_path))
+    auto, given = lay_out(model, 16), lay_out(model, 16, dtype="bfloat16")
+    assert auto.dtype == "fp8_e4m3"
+    assert 2 * auto.token_bytes == given.token_bytes
+
+
+def test_cache_of_4_bits_is_refused_unless_a_dtype_is_given() -> None:
+    quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+    model = parse_config("m", DENSE | {"quantization_config": quantization})
+    with pytest.raises(ConfigError, match=r"^m: declares a KV cache of nvfp4; .* it as --dtype$"):
+        lay_out(model, 16)
+    assert lay_out(model, 16, dtype="fp8").dtype == "fp8"
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "RobertaForCausalLM", None])
 def test_architecture_of_a_decoder_is_no_encoder(name: str | None) -> None:
     model = parse_config("m", DENSE | {"architectures": name and [name]})

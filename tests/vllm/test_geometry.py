@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports Triton
 import torch
+from tests.vllm.halves import engine_config
 from tests.vllm.versions import planning
 from transformers import (
     CONFIG_MAPPING,
@@ -16,11 +19,18 @@ from transformers import (
     JambaConfig,
     Qwen3NextConfig,
 )
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.mamba.mamba_utils import (
     MambaStateDtypeCalculator,
     MambaStateShapeCalculator,
 )
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
 from vllm.model_executor.models.config import NemotronHForCausalLMConfig
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+from vllm.utils.torch_utils import resolve_kv_cache_dtype_string
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheGroupSpec,
@@ -186,6 +196,57 @@ def test_state_of_nemotron_h_has_the_dtype_of_vllm(named: str | None, num_tokens
     expected += state_dtype.itemsize * torch.Size(state).numel()
     assert _state_bytes(model, model.state, 1) == expected
     assert lay_out(model, 16).block_tokens == num_tokens
+
+
+EIGHT_BITS = {"type": "float", "num_bits": 8, "dynamic": False}
+FOUR_BITS = {"type": "float", "num_bits": 4}
+BY_MODELOPT = {"producer": {"name": "modelopt"}}
+
+
+@pytest.mark.parametrize(
+    "quantization",
+    [
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": EIGHT_BITS},
+        {"quant_method": "modelopt", "kv_cache_scheme": EIGHT_BITS | {"dynamic": True}},
+        {"quant_method": "modelopt_fp4", "kv_cache_scheme": FOUR_BITS},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"},
+        {"quant_method": "modelopt", "kv_cache_quant_algo": "INT8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        BY_MODELOPT | {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        BY_MODELOPT | {"quantization": {"quant_algo": "NVFP4", "kv_cache_quant_algo": "NVFP4"}},
+        BY_MODELOPT | {"quantization": {"kv_cache_quant_algo": "FP8"}},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        {"quant_method": "fp8", "kv_cache_scheme": EIGHT_BITS},
+    ],
+)
+def test_declared_dtype_of_the_cache_is_that_of_vllm(quantization: dict[str, Any]) -> None:
+    config: Any = SimpleNamespace(quantization_config=deepcopy(quantization))
+    ModelArchConfigConvertorBase(config, config).get_quantization_config()
+    expected = resolve_kv_cache_dtype_string("auto", cast("Any", SimpleNamespace(hf_config=config)))
+    fields = dict(PRESETS["llama-3.1-8b"]) | {"quantization_config": quantization}
+    assert parse_config("m", fields).kv_dtype == (None if expected == "auto" else expected)
+
+
+def test_cache_that_compressed_tensors_declares_is_that_of_vllm(folder: Path) -> None:
+    """vLLM reads its scheme in the layers, of K and V only."""
+    scheme = EIGHT_BITS | {"strategy": "tensor", "symmetric": True}
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
+    }
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    config.quant_config = CompressedTensorsConfig.from_config(quantization)
+    with set_current_vllm_config(config):
+        layer = Attention(
+            2, 64, 1.0, cache_config=config.cache_config, quant_config=config.quant_config
+        )
+    fields = {"quantization_config": quantization}
+    model = parse_config("m", dict(PRESETS["llama-3.1-8b"]) | fields)
+    assert layer.kv_cache_dtype == model.kv_dtype == "fp8"
+    assert parse_config("m", dict(PRESETS["deepseek-v3"]) | fields).kv_dtype is None
 
 
 def test_presets_are_the_published_configs() -> None:

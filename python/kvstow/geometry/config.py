@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstow._core import ConfigError
+from kvstow.geometry.quantization import declared_kv_dtype
 
 Kind = Literal["full", "window", "chunk", "state"]
 _MAX = 2**31 - 1
 _MAX_LAYERS = 10_000
+# Fields that a model of several models may have outside of its language model.
+_OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 
 # The names of `layer_types`, and what a layer of that name keeps; None keeps nothing.
 _KINDS: Final[Mapping[str, Kind | None]] = {
@@ -105,6 +108,8 @@ class ModelConfig:
         chunk: tokens of the local chunks.
         state: size of a recurrent state; None without one.
         dtype: the dtype of the weights; None if the file names none.
+        kv_dtype: the dtype of the KV cache that a quantised model declares; None for that of the
+            weights.
         state_dtype: the dtype of the recurrent part of a state; None for that of the weights.
     """
 
@@ -117,6 +122,7 @@ class ModelConfig:
     chunk: int = 0
     state: StateSize | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     state_dtype: str | None = None
 
     @property
@@ -131,6 +137,14 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the file cannot be read, is no JSON object, or lacks a field.
     """
+    fields = _read_object(path)
+    beside = path.with_name("hf_quant_config.json")
+    if fields.get("quantization_config") is None and beside.is_file():  # ModelOpt before 0.31
+        fields["quantization_config"] = _read_object(beside)
+    return parse_config(str(path), fields)
+
+
+def _read_object(path: Path) -> dict[str, object]:
     try:
         fields = json.loads(path.read_bytes())
     except OSError as error:
@@ -139,14 +153,14 @@ def read_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path}: not a JSON object ({error}): pass a config.json") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a JSON object: pass a model's config.json")
-    return parse_config(str(path), fields)
+    return fields
 
 
 def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     """Return what a config says; that of the language model if there are several."""
     inner = fields.get("text_config")
     if isinstance(inner, dict) and "num_hidden_layers" not in fields:
-        fields = {key: fields[key] for key in ("dtype", "torch_dtype") if key in fields} | inner
+        fields = {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
     return _Fields(name, fields).model()
 
 
@@ -187,6 +201,7 @@ class _Fields:
             chunk=self._count("attention_chunk_size") if "chunk" in kinds else 0,
             state=self._state() if "state" in kinds else None,
             dtype=self._text("dtype") or self._text("torch_dtype"),
+            kv_dtype=declared_kv_dtype(self._fields, is_latent=latent_values > 0),
             state_dtype=self._state_dtype(),
         )
 

@@ -205,7 +205,15 @@ def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -
 def _dtype(model: ModelConfig, given: str) -> tuple[str, int]:
     """Return the dtype of the KV cache, and the bytes of a value."""
     name = given
-    if given == AUTO:
+    if given == AUTO and model.kv_dtype is not None:
+        name = model.kv_dtype
+        if name not in DTYPE_BYTES:
+            raise ConfigError(
+                f"{model.name}: declares a KV cache of {name}; kvstow counts "
+                f"{', '.join(DTYPE_BYTES)}: give vLLM one of these as --kv-cache-dtype, and pass "
+                "it as --dtype"
+            )
+    elif given == AUTO:
         if model.dtype is None:
             raise ConfigError(
                 f"{model.name}: no 'dtype' and no 'torch_dtype': pass --dtype, for example bfloat16"

@@ -89,7 +89,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     type=click.Choice([AUTO, *DTYPE_BYTES]),
     default=AUTO,
     show_default=True,
-    help="Data type of the KV cache: vLLM's --kv-cache-dtype if it is set, else its --dtype.",
+    help="Data type of the KV cache: vLLM's --kv-cache-dtype if it is set, else its --dtype. auto "
+    "takes what config.json declares, as vLLM does.",
 )
 @click.option(
     "--tensor-parallel-size",
