@@ -221,7 +221,9 @@ def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: 
         ("block_configs", [{}]),
         ("cross_attention_layers", [3]),
         ("hybrid_layer_ids", [2]),
+        ("layer_group_size", 5),
         ("linear_attn_config", {"full_attn_layers": [4]}),
+        ("loop_num", 2),
         ("mamba_d_ssm", 512),
         ("num_kv_shared_layers", 2),
     ],
@@ -231,6 +233,17 @@ def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: obj
     with pytest.raises(ConfigError, match=message):
         parse_config("m", DENSE | {field: value})
     assert len(parse_config("m", DENSE | {field: None}).layers) == 4
+
+
+@pytest.mark.parametrize("field", ["layer_group_size", "loop_num"])
+def test_group_of_one_layer_has_full_attention(field: str) -> None:
+    assert parse_config("m", DENSE | {field: 1}).layers == ("full",) * 4
+
+
+def test_latent_of_an_unknown_type_is_refused() -> None:
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "sarvam_mla"}
+    with pytest.raises(ConfigError, match=r"^m: has 'kv_lora_rank' .*; kvstow .*-per-token$"):
+        parse_config("m", DENSE | latent)
 
 
 def test_minimax_with_full_attention_in_each_layer_is_counted() -> None:

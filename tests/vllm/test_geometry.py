@@ -41,8 +41,9 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvstow.geometry import PRESETS, find_model, lay_out
-from kvstow.geometry.config import _WINDOW_PERIODS, parse_config
+from kvstow.geometry.config import parse_config
 from kvstow.geometry.layout import _group_sizes, _state_bytes
+from kvstow.geometry.model_types import DEFAULTS, LATENT_TYPES, WINDOW_PERIODS
 
 HYBRIDS = ["gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "granite-4.0-h-small"]
 BLOCK = 528  # room for Granite's state
@@ -112,7 +113,7 @@ def test_nearly_equal_numbers_of_layers_are_two_groups(windows: int, full: int) 
     assert [size for kind in _group_sizes([windows, full]) for size in kind] == sizes
 
 
-@pytest.mark.parametrize("model_type", [*_WINDOW_PERIODS, "llama4_text", "bamba"])
+@pytest.mark.parametrize("model_type", [*WINDOW_PERIODS, "llama4_text", "bamba"])
 def test_layers_without_types_are_those_that_transformers_adds(model_type: str) -> None:
     changed: dict[str, Any] = {"attn_layer_indices": [9, 18, 27]} if model_type == "bamba" else {}
     config = CONFIG_MAPPING[model_type](**changed).get_text_config()
@@ -123,6 +124,55 @@ def test_layers_without_types_are_those_that_transformers_adds(model_type: str) 
         parse_config("m", fields).layers
         == parse_config("m", fields | {"layer_types": names}).layers
     )
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_fields_that_a_config_leaves_out_are_those_of_transformers(
+    model_type: str, is_empty: bool
+) -> None:
+    """As Gemma 3, whose 12B config has no size of a head and whose 4B config no number of heads."""
+    hidden = CONFIG_MAPPING[model_type]().hidden_size
+    given = {} if is_empty else {"hidden_size": 2 * hidden, "num_hidden_layers": 12}
+    fields = given | {"model_type": model_type, "dtype": "bfloat16"}
+    config = CONFIG_MAPPING[model_type](**given, dtype="bfloat16")
+    assert parse_config("m", fields) == parse_config("m", config.to_dict())
+
+
+def convertor(fields: dict[str, Any]) -> Any:
+    config: Any = SimpleNamespace(**fields)
+    return ModelArchConfigConvertorBase(config, config)
+
+
+@pytest.mark.parametrize("model_type", LATENT_TYPES)
+def test_models_with_a_latent_are_those_of_vllm(model_type: str) -> None:
+    fields = dict(PRESETS["deepseek-v3"]) | {"model_type": model_type}
+    assert convertor(fields).is_deepseek_mla()
+    assert parse_config("m", fields).head_values == convertor(fields).get_head_size()
+
+
+def test_minicpm3_has_the_heads_of_vllm() -> None:
+    """Its config has the fields of a latent. vLLM keeps K and V of 40 heads."""
+    config = CONFIG_MAPPING["minicpm3"]()
+    assert not convertor(config.to_dict()).is_deepseek_mla()
+    model = parse_config("m", config.to_dict() | {"dtype": "bfloat16"})
+    assert not model.is_latent
+    assert model.num_kv_heads == config.num_attention_heads == 40
+    assert model.head_values == 2 * (config.qk_nope_head_dim + config.qk_rope_head_dim) == 2 * 96
+
+
+def test_chatglm_has_the_kv_heads_of_vllm() -> None:
+    fields = {
+        "model_type": "chatglm",
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "hidden_size": 4096,
+        "multi_query_attention": True,
+        "multi_query_group_num": 2,
+    }
+    assert parse_config("m", fields).num_kv_heads == convertor(fields).get_total_num_kv_heads() == 2
+    alone = parse_config("m", fields | {"multi_query_attention": False})
+    assert alone.num_kv_heads == 32
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

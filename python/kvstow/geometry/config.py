@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstow._core import ConfigError
+from kvstow.geometry.model_types import DEFAULTS, LATENT_TYPES, WINDOW_PERIODS
 from kvstow.geometry.quantization import declared_kv_dtype
 
 Kind = Literal["full", "window", "chunk", "state"]
@@ -43,16 +44,6 @@ _PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe
 _ENCODER: Final = re.compile("Bert|Roberta|Electra|Gte|Bidirectional|Encoder")
 _DECODER: Final = re.compile("ForCausalLM$|LMHeadModel$")
 _SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
-# Of these models, one of so many layers has full attention and the others a window. Their published
-# configs do not say so; vLLM reads them through transformers, which knows it by `model_type`.
-_WINDOW_PERIODS: Final = {
-    "cohere2": 4,
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
-    "olmo3": 4,
-    "vaultgemma": 2,
-}
 # Fields of models whose layers differ in ways that `ModelConfig` cannot hold: a plan that ignored
 # them would be wrong by as much as ten times.
 _UNCOUNTED: Final = (
@@ -64,7 +55,9 @@ _UNCOUNTED: Final = (
     "global_head_dim",
     "hybrid_layer_ids",
     "hybrid_layer_pattern",
+    "layer_group_size",
     "linear_attn_config",
+    "loop_num",
     "num_attention_groups",
     "num_global_key_value_heads",
     "num_kv_shared_layers",
@@ -169,7 +162,9 @@ class _Fields:
 
     def __init__(self, name: str, fields: Mapping[str, object]) -> None:
         self._name = name
-        self._fields = fields
+        model_type = fields.get("model_type")
+        defaults = DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
+        self._fields = {**defaults, **fields}
 
     def model(self) -> ModelConfig:
         """Return the model, or raise `ConfigError`."""
@@ -217,8 +212,10 @@ class _Fields:
             )
 
     def _has_full_attention_only(self, field: str) -> bool:
-        """Whether the field is that of MiniMax, and says 1, which is full attention, throughout."""
-        return field == "attn_type_list" and all(kind == 1 for kind in self._list(field))
+        """Whether the field says 1, which is full attention in each layer."""
+        if field == "attn_type_list":  # MiniMax
+            return all(kind == 1 for kind in self._list(field))
+        return field in {"layer_group_size", "loop_num"} and self._fields[field] == 1
 
     def _without_attention(self) -> ConfigError:
         return ConfigError(
@@ -260,9 +257,13 @@ class _Fields:
         # Falcon has names of its own.
         if self._fields.get("multi_query") and not self._fields.get("new_decoder_architecture"):
             return 1
+        if self._fields.get("multi_query_attention"):  # ChatGLM
+            return self._count("multi_query_group_num")
         return self._count("num_key_value_heads", self._count("num_kv_heads", heads))
 
     def _head_size(self) -> int:
+        if self._is_minicpm3:
+            return self._count("qk_nope_head_dim") + self._count("qk_rope_head_dim")
         if self._fields.get("head_dim") is not None:
             return self._count("head_dim")
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
@@ -274,9 +275,20 @@ class _Fields:
         return hidden // heads
 
     def _latent_values(self) -> int:
-        if self._fields.get("kv_lora_rank") is None:
+        if self._fields.get("kv_lora_rank") is None or self._is_minicpm3:
             return 0
+        model_type = self._text("model_type")
+        if model_type not in {None, *LATENT_TYPES}:
+            raise ConfigError(
+                f"{self._name}: has 'kv_lora_rank' and model_type {model_type!r}; kvstow counts a "
+                f"latent for {', '.join(LATENT_TYPES)}: pass another model, or --bytes-per-token"
+            )
         return self._count("kv_lora_rank") + self._count("qk_rope_head_dim")
+
+    @property
+    def _is_minicpm3(self) -> bool:
+        """Whether vLLM keeps whole heads although the config has a latent's fields."""
+        return self._text("model_type") == "minicpm3"
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -334,7 +346,7 @@ class _Fields:
             return self._layers_without_positions(layers), "chunked_attention"
         has_window = self._fields.get("sliding_window") is not None
         if has_window and self._fields.get("use_sliding_window") is not False:
-            every = _WINDOW_PERIODS.get(self._text("model_type") or "")
+            every = WINDOW_PERIODS.get(self._text("model_type") or "")
             return _every(every, layers) if every else (), "sliding_attention"
         return layers, "full_attention"
 
