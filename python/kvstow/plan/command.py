@@ -155,7 +155,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @click.option(
     "--separate-files",
     is_flag=True,
-    help="An id names different blocks in different files. By default it names the same block.",
+    help="Files share no block. By default an id names the same block in all files, and so do "
+    "equal token ids.",
 )
 @click.option("--limit", type=int, metavar="N", help="Read only the first N requests of a file.")
 @click.option("--html", metavar="FILE", help="Write a page with interactive charts to FILE.")
