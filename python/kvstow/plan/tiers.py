@@ -308,11 +308,17 @@ class _Sizes:
         num_blocks = int(gib * GIB // block_bytes)
         if num_blocks < least:
             raise ConfigError(
-                f"{name} is {gib:g}; it must hold {least} block{'s' if least > 1 else ''} of "
+                f"{name} is {gib:.9g}; it must hold {least} block{'s' if least > 1 else ''} of "
                 f"{self.geometry.block_tokens} tokens in {block_bytes:,} bytes or more: pass "
-                f"{math.ceil(least * block_bytes / GIB * 1e6) / 1e6:g} or more"
+                f"{_least_gib(least * block_bytes)} or more"
             )
         return num_blocks
+
+
+def _least_gib(num_bytes: int) -> str:
+    """Return a size in GiB with six decimals, rounded up so that it has room for the bytes."""
+    millionths = -(-num_bytes * 10**6 // GIB)
+    return f"{millionths / 10**6:.6f}".rstrip("0").rstrip(".")
 
 
 class _Counter:
