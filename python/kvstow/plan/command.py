@@ -108,7 +108,10 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included. Beside "
     "--device-gib, the plan has the sizes of both.",
 )
-@_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
+@_gib(
+    "--host-gib",
+    "Size of the host tier of an engine, for all its GPUs. [default: sizes around the knee]",
+)
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
     "--policy",

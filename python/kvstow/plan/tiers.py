@@ -54,8 +54,8 @@ class PlanOptions:
     Attributes:
         device_gib: sizes of the KV cache on each GPU; empty for none.
         device_blocks: other sizes of it, in blocks as vLLM counts them, the null block included.
-        host_gib: sizes of the host tier of the server; empty for sizes around the knee.
-        disk_gib: sizes of the disk tier of the server; empty for none.
+        host_gib: sizes of the host tier on all ranks; empty for sizes around the knee.
+        disk_gib: sizes of the disk tier on all ranks; empty for none.
         policy: of the host tier.
         mode: when the host tier stores.
         prefill_tokens_per_s: prompt tokens that the server computes in a second.
@@ -292,7 +292,7 @@ class _Sizes:
     geometry: Geometry
 
     def host_slots(self, gib: float, name: str = "--host-gib") -> int:
-        """Return the slots of a tier of the whole server."""
+        """Return the slots of a tier on all ranks."""
         return self._blocks(gib, name, self.geometry.host_block_bytes, 1)
 
     def device_blocks(self, gib: float) -> int:
