@@ -240,8 +240,10 @@ def test_group_of_one_layer_has_full_attention(field: str) -> None:
     assert parse_config("m", DENSE | {field: 1}).layers == ("full",) * 4
 
 
-def test_latent_of_an_unknown_type_is_refused() -> None:
-    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": "sarvam_mla"}
+@pytest.mark.parametrize("model_type", ["sarvam_mla", "longcat_flash"])
+def test_latent_of_another_type_is_refused(model_type: str) -> None:
+    """LongCat-Flash has two latents in each of its `num_layers`."""
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": model_type}
     with pytest.raises(ConfigError, match=r"^m: has 'kv_lora_rank' .*; kvstow .*-per-token$"):
         parse_config("m", DENSE | latent)
 

@@ -20,14 +20,14 @@ WINDOW_PERIODS: Final = {
     "olmo3": 4,
     "vaultgemma": 2,
 }
-# Models of which vLLM keeps a latent. It keeps whole heads of others with `kv_lora_rank`.
+# Models of which vLLM keeps one latent per layer. Of others with `kv_lora_rank` it keeps two, as of
+# LongCat-Flash, an index or a state beside it, or whole heads.
 LATENT_TYPES: Final = (
     "axk1",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
     "kimi_k2",
-    "longcat_flash",
     "pangu_ultra_moe",
 )
 
