@@ -54,6 +54,31 @@ def test_float32_weights_have_a_cache_of_16_bits() -> None:
     assert lay_out(model, 16).dtype == "float16"
 
 
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_quantised_model_declares_its_cache(tmp_path: Path, is_beside: bool) -> None:
+    """In `config.json`, outside of the language model, or in the file of older ModelOpts."""
+    declared = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+    quantization = {"producer": {"name": "modelopt"}, "quantization": declared}
+    fields: dict[str, object] = {"text_config": DENSE}
+    if is_beside:
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
+    else:
+        fields["quantization_config"] = quantization
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model = find_model(str(tmp_path))
+    auto, given = lay_out(model, 16), lay_out(model, 16, dtype="bfloat16")
+    assert auto.dtype == "fp8_e4m3"
+    assert 2 * auto.token_bytes == given.token_bytes
+
+
+def test_cache_of_4_bits_is_refused_unless_a_dtype_is_given() -> None:
+    quantization = {"quant_method": "modelopt", "kv_cache_quant_algo": "NVFP4"}
+    model = parse_config("m", DENSE | {"quantization_config": quantization})
+    with pytest.raises(ConfigError, match=r"^m: declares a KV cache of nvfp4; .* it as --dtype$"):
+        lay_out(model, 16)
+    assert lay_out(model, 16, dtype="fp8").dtype == "fp8"
+
+
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaModel", "RobertaForCausalLM", None])
 def test_architecture_of_a_decoder_is_no_encoder(name: str | None) -> None:
     model = parse_config("m", DENSE | {"architectures": name and [name]})
@@ -64,12 +89,13 @@ def test_head_size_follows_from_the_hidden_size() -> None:
     assert lay_out(parse_config("m", DENSE), 16).token_bytes == 4 * 2 * (512 // 8) * 2 * 2
 
 
-def test_ranks_divide_heads_and_then_hold_copies() -> None:
+def test_ranks_divide_heads_and_each_keeps_its_copy_of_a_repeated_head() -> None:
     model = find_model("qwen3-235b")
     at = {ranks: lay_out(model, 16, num_ranks=ranks) for ranks in (1, 2, 4, 8)}
     assert [one.token_bytes for one in at.values()] == [192_512, 96_256, 48_128, 48_128]
-    assert [one.num_copies for one in at.values()] == [1, 1, 1, 2]
-    assert {one.host_block_bytes for one in at.values()} == {16 * 192_512}
+    assert {one.num_copies for one in at.values()} == {1}
+    host_bytes = [one.host_block_bytes for one in at.values()]
+    assert host_bytes == [16 * 192_512] * 3 + [2 * 16 * 192_512]
 
 
 def test_every_rank_holds_a_latent_and_the_host_holds_it_once() -> None:
@@ -195,7 +221,9 @@ def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: 
         ("block_configs", [{}]),
         ("cross_attention_layers", [3]),
         ("hybrid_layer_ids", [2]),
+        ("layer_group_size", 5),
         ("linear_attn_config", {"full_attn_layers": [4]}),
+        ("loop_num", 2),
         ("mamba_d_ssm", 512),
         ("num_kv_shared_layers", 2),
     ],
@@ -205,6 +233,19 @@ def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: obj
     with pytest.raises(ConfigError, match=message):
         parse_config("m", DENSE | {field: value})
     assert len(parse_config("m", DENSE | {field: None}).layers) == 4
+
+
+@pytest.mark.parametrize("field", ["layer_group_size", "loop_num"])
+def test_group_of_one_layer_has_full_attention(field: str) -> None:
+    assert parse_config("m", DENSE | {field: 1}).layers == ("full",) * 4
+
+
+@pytest.mark.parametrize("model_type", ["sarvam_mla", "longcat_flash"])
+def test_latent_of_another_type_is_refused(model_type: str) -> None:
+    """LongCat-Flash has two latents in each of its `num_layers`."""
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "model_type": model_type}
+    with pytest.raises(ConfigError, match=r"^m: has 'kv_lora_rank' .*; kvstow .*-per-token$"):
+        parse_config("m", DENSE | latent)
 
 
 def test_minimax_with_full_attention_in_each_layer_is_counted() -> None:

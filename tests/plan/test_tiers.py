@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 from tests.plan.world import BLOCK, FULL, geometry, workload
 
 from kvstow import ConfigError, FullAttention, SlidingWindow, StateSpace
-from kvstow.geometry.layout import Attention, KvGroup
+from kvstow.geometry.layout import Attention, KvGroup, lay_out_evenly
 from kvstow.plan import Plan, PlanOptions, PlanTrace, Server, Workload, build_plan, tiers
 from kvstow.plan.advice import DISK_PATH, flag, marks, sentence
 from kvstow.plan.report import about, row_figures, sketch
@@ -356,7 +357,7 @@ def test_largest_size_that_may_be_given_can_be_recommended() -> None:
             {"device": 1},
             r"--device-gib is .*; it must hold 2 blocks of 16 tokens in 4,096 bytes",
         ),
-        ({"host": (0.5,)}, r"--host-gib is .*; it must hold 1 block of 16 .*: pass 4e-06 or more"),
+        ({"host": (0.5,)}, r"--host-gib is .*; it must hold 1 block of .*: pass 0.000004 or more"),
         ({"disk": 0.5}, r"--disk-gib is .*; it must hold 1 block"),
         ({"host": (-1,)}, "it must hold 1 block"),
         (
@@ -369,6 +370,27 @@ def test_largest_size_that_may_be_given_can_be_recommended() -> None:
 def test_size_without_a_block_is_refused(sizes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(**sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("block_tokens", [16, 4096, 16_384, 20_000, 10**6])
+@pytest.mark.parametrize("token_bytes", [31_104, 147_456, 192_512])
+@pytest.mark.parametrize("is_host", [False, True])
+def test_size_that_the_error_names_is_taken(
+    is_host: bool, token_bytes: int, block_tokens: int
+) -> None:
+    """Below it, the error names the value in as many digits as the size to pass."""
+    layout = lay_out_evenly(token_bytes, block_tokens)
+
+    def passed(gib: float) -> None:
+        options = PlanOptions(host_gib=(gib,)) if is_host else PlanOptions(device_gib=(gib,))
+        build_plan(layout, workload(TURNS), options)
+
+    with pytest.raises(ConfigError) as error:
+        passed(1e-9)
+    least = float(re.findall(r"pass (\S+) or more$", str(error.value))[0])
+    passed(least)
+    with pytest.raises(ConfigError, match=rf" is {least - 1e-6:.9g}; .*pass {least:.9g} or more"):
+        passed(least - 1e-6)
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])

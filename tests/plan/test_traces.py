@@ -74,6 +74,16 @@ def test_token_ids_of_several_files_share_blocks(tmp_path: Path) -> None:
     assert len(first) == 2
 
 
+def test_separate_files_of_token_ids_share_no_block(tmp_path: Path) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_text(2 * tokens(0, range(40)))
+    trace = read_traces([*paths, paths[0]], separate=True)
+    first, again, *others = build_workload(trace, 16).prompts
+    assert first == again
+    assert len({*first}.union(*others)) == 3 * 2
+
+
 def test_chain_without_hash_ids_is_refused(tmp_path: Path) -> None:
     own, ids = tmp_path / "tokens", tmp_path / "ids"
     own.write_text(tokens(0, range(40)))

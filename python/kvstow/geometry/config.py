@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstow._core import ConfigError
+from kvstow.geometry.model_types import DEFAULTS, LATENT_TYPES, WINDOW_PERIODS
+from kvstow.geometry.quantization import declared_kv_dtype
 
 Kind = Literal["full", "window", "chunk", "state"]
 _MAX = 2**31 - 1
 _MAX_LAYERS = 10_000
+# Fields that a model of several models may have outside of its language model.
+_OF_THE_WHOLE: Final = ("dtype", "torch_dtype", "quantization_config", "compression_config")
 
 # The names of `layer_types`, and what a layer of that name keeps; None keeps nothing.
 _KINDS: Final[Mapping[str, Kind | None]] = {
@@ -40,16 +44,6 @@ _PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe
 _ENCODER: Final = re.compile("Bert|Roberta|Electra|Gte|Bidirectional|Encoder")
 _DECODER: Final = re.compile("ForCausalLM$|LMHeadModel$")
 _SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
-# Of these models, one of so many layers has full attention and the others a window. Their published
-# configs do not say so; vLLM reads them through transformers, which knows it by `model_type`.
-_WINDOW_PERIODS: Final = {
-    "cohere2": 4,
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
-    "olmo3": 4,
-    "vaultgemma": 2,
-}
 # Fields of models whose layers differ in ways that `ModelConfig` cannot hold: a plan that ignored
 # them would be wrong by as much as ten times.
 _UNCOUNTED: Final = (
@@ -61,7 +55,9 @@ _UNCOUNTED: Final = (
     "global_head_dim",
     "hybrid_layer_ids",
     "hybrid_layer_pattern",
+    "layer_group_size",
     "linear_attn_config",
+    "loop_num",
     "num_attention_groups",
     "num_global_key_value_heads",
     "num_kv_shared_layers",
@@ -105,6 +101,8 @@ class ModelConfig:
         chunk: tokens of the local chunks.
         state: size of a recurrent state; None without one.
         dtype: the dtype of the weights; None if the file names none.
+        kv_dtype: the dtype of the KV cache that a quantised model declares; None for that of the
+            weights.
         state_dtype: the dtype of the recurrent part of a state; None for that of the weights.
     """
 
@@ -117,6 +115,7 @@ class ModelConfig:
     chunk: int = 0
     state: StateSize | None = None
     dtype: str | None = None
+    kv_dtype: str | None = None
     state_dtype: str | None = None
 
     @property
@@ -131,6 +130,14 @@ def read_config(path: Path) -> ModelConfig:
     Raises:
         ConfigError: the file cannot be read, is no JSON object, or lacks a field.
     """
+    fields = _read_object(path)
+    beside = path.with_name("hf_quant_config.json")
+    if fields.get("quantization_config") is None and beside.is_file():  # ModelOpt before 0.31
+        fields["quantization_config"] = _read_object(beside)
+    return parse_config(str(path), fields)
+
+
+def _read_object(path: Path) -> dict[str, object]:
     try:
         fields = json.loads(path.read_bytes())
     except OSError as error:
@@ -139,14 +146,14 @@ def read_config(path: Path) -> ModelConfig:
         raise ConfigError(f"{path}: not a JSON object ({error}): pass a config.json") from None
     if not isinstance(fields, dict):
         raise ConfigError(f"{path}: not a JSON object: pass a model's config.json")
-    return parse_config(str(path), fields)
+    return fields
 
 
 def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     """Return what a config says; that of the language model if there are several."""
     inner = fields.get("text_config")
     if isinstance(inner, dict) and "num_hidden_layers" not in fields:
-        fields = {key: fields[key] for key in ("dtype", "torch_dtype") if key in fields} | inner
+        fields = {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
     return _Fields(name, fields).model()
 
 
@@ -155,7 +162,9 @@ class _Fields:
 
     def __init__(self, name: str, fields: Mapping[str, object]) -> None:
         self._name = name
-        self._fields = fields
+        model_type = fields.get("model_type")
+        defaults = DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
+        self._fields = {**defaults, **fields}
 
     def model(self) -> ModelConfig:
         """Return the model, or raise `ConfigError`."""
@@ -187,6 +196,7 @@ class _Fields:
             chunk=self._count("attention_chunk_size") if "chunk" in kinds else 0,
             state=self._state() if "state" in kinds else None,
             dtype=self._text("dtype") or self._text("torch_dtype"),
+            kv_dtype=declared_kv_dtype(self._fields, is_latent=latent_values > 0),
             state_dtype=self._state_dtype(),
         )
 
@@ -202,8 +212,10 @@ class _Fields:
             )
 
     def _has_full_attention_only(self, field: str) -> bool:
-        """Whether the field is that of MiniMax, and says 1, which is full attention, throughout."""
-        return field == "attn_type_list" and all(kind == 1 for kind in self._list(field))
+        """Whether the field says 1, which is full attention in each layer."""
+        if field == "attn_type_list":  # MiniMax
+            return all(kind == 1 for kind in self._list(field))
+        return field in {"layer_group_size", "loop_num"} and self._fields[field] == 1
 
     def _without_attention(self) -> ConfigError:
         return ConfigError(
@@ -245,9 +257,13 @@ class _Fields:
         # Falcon has names of its own.
         if self._fields.get("multi_query") and not self._fields.get("new_decoder_architecture"):
             return 1
+        if self._fields.get("multi_query_attention"):  # ChatGLM
+            return self._count("multi_query_group_num")
         return self._count("num_key_value_heads", self._count("num_kv_heads", heads))
 
     def _head_size(self) -> int:
+        if self._is_minicpm3:
+            return self._count("qk_nope_head_dim") + self._count("qk_rope_head_dim")
         if self._fields.get("head_dim") is not None:
             return self._count("head_dim")
         hidden, heads = self._count("hidden_size"), self._count("num_attention_heads")
@@ -259,9 +275,20 @@ class _Fields:
         return hidden // heads
 
     def _latent_values(self) -> int:
-        if self._fields.get("kv_lora_rank") is None:
+        if self._fields.get("kv_lora_rank") is None or self._is_minicpm3:
             return 0
+        model_type = self._text("model_type")
+        if model_type not in {None, *LATENT_TYPES}:
+            raise ConfigError(
+                f"{self._name}: has 'kv_lora_rank' and model_type {model_type!r}; kvstow counts a "
+                f"latent for {', '.join(LATENT_TYPES)}: pass another model, or --bytes-per-token"
+            )
         return self._count("kv_lora_rank") + self._count("qk_rope_head_dim")
+
+    @property
+    def _is_minicpm3(self) -> bool:
+        """Whether vLLM keeps whole heads although the config has a latent's fields."""
+        return self._text("model_type") == "minicpm3"
 
     # -- layers --------------------------------------------------------------------------------
 
@@ -319,7 +346,7 @@ class _Fields:
             return self._layers_without_positions(layers), "chunked_attention"
         has_window = self._fields.get("sliding_window") is not None
         if has_window and self._fields.get("use_sliding_window") is not False:
-            every = _WINDOW_PERIODS.get(self._text("model_type") or "")
+            every = WINDOW_PERIODS.get(self._text("model_type") or "")
             return _every(every, layers) if every else (), "sliding_attention"
         return layers, "full_attention"
 

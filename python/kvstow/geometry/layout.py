@@ -73,7 +73,7 @@ class Geometry:
         groups: the groups of layers.
         block_tokens: tokens per block.
         num_ranks: ranks of tensor parallelism.
-        num_copies: ranks that hold equal KV. They share one copy in host memory.
+        num_copies: ranks that share one copy of their KV in host memory, as those of an MLA model.
         token_bytes: bytes of KV per token in all attention layers, on one rank.
         derivation: how the bytes come about, one line per kind of layer.
     """
@@ -155,8 +155,8 @@ def lay_out(
             f"{len(groups)} groups of up to {max(group.num_layers for group in groups)} layers; "
             "each block of a group takes a slot"
         )
-    whole = 1 if model.is_latent else model.num_kv_heads
-    num_copies = 1 if model.state is not None else max(1, num_ranks // whole)
+    # vLLM reports equal KV for latents alone, so each rank keeps its copy of a repeated head.
+    num_copies = num_ranks if model.is_latent and model.state is None else 1
     return Geometry(
         model.name,
         kv_dtype,
@@ -205,7 +205,15 @@ def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -
 def _dtype(model: ModelConfig, given: str) -> tuple[str, int]:
     """Return the dtype of the KV cache, and the bytes of a value."""
     name = given
-    if given == AUTO:
+    if given == AUTO and model.kv_dtype is not None:
+        name = model.kv_dtype
+        if name not in DTYPE_BYTES:
+            raise ConfigError(
+                f"{model.name}: declares a KV cache of {name}; kvstow counts "
+                f"{', '.join(DTYPE_BYTES)}: give vLLM one of these as --kv-cache-dtype, and pass "
+                "it as --dtype"
+            )
+    elif given == AUTO:
         if model.dtype is None:
             raise ConfigError(
                 f"{model.name}: no 'dtype' and no 'torch_dtype': pass --dtype, for example bfloat16"

@@ -46,6 +46,7 @@ PRESETS: Final[Mapping[str, Mapping[str, object]]] = {
     "gpt-oss-120b": _gpt_oss(36),
     "gemma-3-27b": _dense(62, 32, 16, 5376) | {"sliding_window": 1024, "sliding_window_pattern": 6},
     "deepseek-v3": {
+        "model_type": "deepseek_v3",
         "num_hidden_layers": 61,
         "num_attention_heads": 128,
         "num_key_value_heads": 128,

@@ -89,7 +89,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     type=click.Choice([AUTO, *DTYPE_BYTES]),
     default=AUTO,
     show_default=True,
-    help="Data type of the KV cache: vLLM's --kv-cache-dtype if it is set, else its --dtype.",
+    help="Data type of the KV cache: vLLM's --kv-cache-dtype if it is set, else its --dtype. auto "
+    "takes what config.json declares, as vLLM does.",
 )
 @click.option(
     "--tensor-parallel-size",
@@ -107,7 +108,10 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included. Beside "
     "--device-gib, the plan has the sizes of both.",
 )
-@_gib("--host-gib", "Size of the host tier of the whole server. [default: sizes around the knee]")
+@_gib(
+    "--host-gib",
+    "Size of the host tier of an engine, for all its GPUs. [default: sizes around the knee]",
+)
 @_gib("--disk-gib", "Size of a disk below the host tier, to see what it would add.")
 @click.option(
     "--policy",
@@ -154,7 +158,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @click.option(
     "--separate-files",
     is_flag=True,
-    help="An id names different blocks in different files. By default it names the same block.",
+    help="Files share no block. By default an id names the same block in all files, and so do "
+    "equal token ids.",
 )
 @click.option("--limit", type=int, metavar="N", help="Read only the first N requests of a file.")
 @click.option("--html", metavar="FILE", help="Write a page with interactive charts to FILE.")

@@ -54,8 +54,8 @@ class PlanOptions:
     Attributes:
         device_gib: sizes of the KV cache on each GPU; empty for none.
         device_blocks: other sizes of it, in blocks as vLLM counts them, the null block included.
-        host_gib: sizes of the host tier of the server; empty for sizes around the knee.
-        disk_gib: sizes of the disk tier of the server; empty for none.
+        host_gib: sizes of the host tier on all ranks; empty for sizes around the knee.
+        disk_gib: sizes of the disk tier on all ranks; empty for none.
         policy: of the host tier.
         mode: when the host tier stores.
         prefill_tokens_per_s: prompt tokens that the server computes in a second.
@@ -292,7 +292,7 @@ class _Sizes:
     geometry: Geometry
 
     def host_slots(self, gib: float, name: str = "--host-gib") -> int:
-        """Return the slots of a tier of the whole server."""
+        """Return the slots of a tier on all ranks."""
         return self._blocks(gib, name, self.geometry.host_block_bytes, 1)
 
     def device_blocks(self, gib: float) -> int:
@@ -308,11 +308,17 @@ class _Sizes:
         num_blocks = int(gib * GIB // block_bytes)
         if num_blocks < least:
             raise ConfigError(
-                f"{name} is {gib:g}; it must hold {least} block{'s' if least > 1 else ''} of "
+                f"{name} is {gib:.9g}; it must hold {least} block{'s' if least > 1 else ''} of "
                 f"{self.geometry.block_tokens} tokens in {block_bytes:,} bytes or more: pass "
-                f"{math.ceil(least * block_bytes / GIB * 1e6) / 1e6:g} or more"
+                f"{_least_gib(least * block_bytes)} or more"
             )
         return num_blocks
+
+
+def _least_gib(num_bytes: int) -> str:
+    """Return a size in GiB with six decimals, rounded up so that it has room for the bytes."""
+    millionths = -(-num_bytes * 10**6 // GIB)
+    return f"{millionths / 10**6:.6f}".rstrip("0").rstrip(".")
 
 
 class _Counter:

@@ -5,7 +5,8 @@
     `prompt_token_ids`  made here from the tokens            16, as in vLLM
 
 Requests of several files are served in the order of their arrival. At equal times the file that is
-named first comes first. An id names the same block in all files, unless the files are separate.
+named first comes first. An id names the same block in all files, and equal tokens are the same
+block, unless the files are separate.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PlanTrace:
         is_content: whether the ids name passages.
         requests: the requests.
         limit: the most requests that were to be read of each file; None for all.
-        is_separate: whether ids of different files name different blocks.
+        is_separate: whether different files share no block.
     """
 
     names: tuple[str, ...]
@@ -83,7 +84,7 @@ def read_traces(
         paths: files, or `-` for standard input, at most once.
         chain: whether ids name passages, and are to be chained by path.
         block_size: number of tokens per id; None for the form's usual one.
-        separate: whether ids of different files name different blocks.
+        separate: whether different files share no block.
         limit: number of requests to read from each file.
 
     Raises:
@@ -109,7 +110,7 @@ def read_traces(
             path,
             chain=chain,
             block_size=block_size,
-            numbers=numbers,
+            numbers={} if separate else numbers,
             predecessors={} if separate else predecessors,
             is_alone=separate or len(paths) == 1,
         )
@@ -123,7 +124,7 @@ def read_traces(
                 "hit: pass one of them, or pass --separate-files if two groups of users send them"
             )
         contents.append(content)
-        namespace = 0 if reader.has_tokens else 1 + (len(readers) if separate else 0)
+        namespace = len(readers) if separate else int(not reader.has_tokens)
         streams.append([PlanRequest(request, namespace) for request in trace.requests])
         readers.append(reader)
     if chain and all(reader.has_tokens for reader in readers):

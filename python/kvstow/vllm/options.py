@@ -173,7 +173,7 @@ def _check_below(options: Options, given: Mapping[str, Any]) -> None:
     if has["disk_path"] and options.disk_bytes_to_use is None:
         raise ConfigError(
             f"{WHERE}.disk_path is {options.disk_path!r}, and disk_bytes_to_use is missing: add "
-            'the disk space of the server, for example disk_bytes_to_use: "500GiB"'
+            'the disk space of an engine, for example disk_bytes_to_use: "500GiB"'
         )
     for tier, is_there in has.items():
         if is_there and options.preserve_on_sleep and options.weights_version_path is None:
@@ -198,8 +198,9 @@ class Options:
     """The options that a user may set. Where vLLM has an option, its name is vLLM's.
 
     Attributes:
-        cpu_bytes_to_use: host memory of the whole server, divided equally among its ranks. A number
-            of bytes, or a text such as "32GiB". The default is 8 GiB.
+        cpu_bytes_to_use: host memory of the engine, divided equally among its ranks. A number of
+            bytes, or a text such as "32GiB". The default is 8 GiB. Each data-parallel engine takes
+            this much.
         cpu_bytes_to_use_per_rank: host memory of each rank, instead of `cpu_bytes_to_use`.
         num_cpu_blocks: host blocks of each rank, instead of bytes.
         lazy_offload: store a block when it comes near eviction, not when it is computed.
@@ -237,14 +238,15 @@ class Options:
             versions of vLLM that kvstow knows. Off by default.
         disk_path: a folder on a local disk for what falls off host memory. Each rank keeps one slot
             file there, which a restarted server finds. Needs `disk_bytes_to_use`.
-        disk_bytes_to_use: disk space of the whole server, divided equally among its ranks. A number
-            of bytes, or a text such as "500GiB". kvstow reserves it at the start.
+        disk_bytes_to_use: disk space of the engine, divided equally among its ranks. A number of
+            bytes, or a text such as "500GiB". kvstow reserves it at the start. Each data-parallel
+            engine takes this much.
         disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
             hit, or that are stored again after an eviction, and the blocks before them.
-        disk_max_write_bytes_per_s: the most bytes per second that all ranks together write. Blocks
-            wait for their turn, and are lost if the host evicts them first. When the server ends,
-            its workers write at once what this allows in `disk_flush_s`. With `shared`, it also
-            bounds what the disk keeps of what the store brought. Default: no bound.
+        disk_max_write_bytes_per_s: the most bytes per second that all ranks of an engine write.
+            Blocks wait for their turn, and are lost if the host evicts them first. When the server
+            ends, its workers write at once what this allows in `disk_flush_s`. With `shared`, it
+            also bounds what the disk keeps of what the store brought. Default: no bound.
         min_promote_tokens: a request waits for a tier below the host only if the tier adds this
             many tokens.
         promote_timeout_s: seconds after which a request goes on without what the tier still reads.
