@@ -1,7 +1,8 @@
-"""Serve a workload with the real accounting of a device and a host tier, one request at a time.
+"""Serve a workload with the real accounting of a device, a host and a disk, one request at a time.
 
 A simulation needs no clock. Requests do not overlap, none is preempted, and a copy ends during the
-next step. It serves what no single curve can: several groups, hit density, and lazy stores.
+next step. Reads and writes of the disk take no time. It serves what no single curve can: several
+groups, hit density, and lazy stores.
 
 An answer is computed token by token, so each of its blocks is a store of its own. Hit density
 evicts for each by what it has learned until then. One store for all of them would evict others.
@@ -33,6 +34,7 @@ from kvstow._core import (
     Hashes,
     OffloadScheduler,
     StateSpace,
+    TierJob,
 )
 from kvstow.engine import Policy
 from kvstow.geometry import Geometry
@@ -52,15 +54,19 @@ class Served:
 
     Attributes:
         device_hits: blocks found on the device.
-        host_hits: blocks loaded from the host tier.
+        host_hits: blocks loaded from the host tier, also those that the disk brought there.
         loaded_bytes: bytes of the loads, in all groups.
         stored_bytes: bytes of the stores, in all groups.
+        read_bytes: bytes read from the disk, in all groups.
+        written_bytes: bytes written to the disk, in all groups.
     """
 
     device_hits: int = 0
     host_hits: int = 0
     loaded_bytes: int = 0
     stored_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
     @property
     def num_hits(self) -> int:
@@ -89,14 +95,14 @@ def host_hits(workload: Workload, num_host_blocks: int, policy: Policy) -> int:
 
 @dataclass(frozen=True)
 class Server:
-    """A server without its host tier, and the requests that it serves.
+    """A server without host and disk tiers, and the requests that it serves.
 
     Attributes:
         geometry: the model.
         workload: the requests.
         num_device_blocks: usable blocks of the device. None: the device keeps no block after its
             request, so all hits are the host's.
-        policy: of the host tier.
+        policy: of the host tier, and of the disk below it.
         mode: when the host tier stores.
     """
 
@@ -127,25 +133,25 @@ class Server:
             f"{num_needed + 1} or --device-gib {gib:.4g} or more"
         )
 
-    def serve(self, num_host_blocks: int) -> Simulation:
-        """Serve all requests with a host tier of this many slots; 0 for none.
+    def serve(self, num_host_blocks: int, num_disk_blocks: int = 0) -> Simulation:
+        """Serve all requests with host and disk tiers of so many slots; 0 for none.
 
         Raises:
             ConfigError: a request does not fit into the device.
         """
-        simulation = Simulation(self, num_host_blocks)
+        simulation = Simulation(self, num_host_blocks, num_disk_blocks)
         simulation.run()
         return simulation
 
 
 class Simulation:
-    """A server with a device pool and a host tier.
+    """A server with a device pool, a host tier and a disk.
 
     Attributes:
         served: what was counted so far.
     """
 
-    def __init__(self, server: Server, num_host_blocks: int) -> None:
+    def __init__(self, server: Server, num_host_blocks: int, num_disk_blocks: int = 0) -> None:
         geometry, workload = server.geometry, server.workload
         groups = geometry.attentions
         longest = max(workload.total_tokens)
@@ -169,8 +175,16 @@ class Simulation:
         self._has_tier = num_host_blocks > 0
         # Without a tier, this one stays empty.
         self._tier = OffloadScheduler(
-            max(1, num_host_blocks), groups, mode=server.mode, policy=server.policy
+            max(1, num_host_blocks),
+            groups,
+            mode=server.mode,
+            policy=server.policy,
+            num_disk_blocks=num_disk_blocks,
+            disk_policy=server.policy,
         )
+        self._has_disk = num_disk_blocks > 0
+        if self._has_disk:
+            self._tier.set_disk("on")
         # What the next step may take: its tokens' blocks, and those of the longest load.
         step_blocks = -(-STEP_TOKENS // self._size) + -(-longest // self._size)
         is_lazy = server.mode == "lazy"
@@ -202,7 +216,7 @@ class Simulation:
         tier.add(_NAME, digests)
         hit = ledger.lookup(_NAME, prompt_tokens - 1)
         num_local = hit.num_tokens
-        num_found = tier.lookup(_NAME, num_local, prompt_tokens - 1) or 0
+        num_found = self._find(num_local, prompt_tokens - 1)
         self.served.device_hits += num_local // self._size
         self.served.host_hits += num_found // self._size
         num_granted = num_local + num_found
@@ -241,6 +255,18 @@ class Simulation:
         if not self._keeps_device:
             ledger.pool.reset()
 
+    def _find(self, num_local: int, max_tokens: int) -> int:
+        """Return the tokens after the local hit that the host has, once the disk has brought its.
+
+        A host that is too small for all of them takes those that fit.
+        """
+        while (num_found := self._tier.lookup(_NAME, num_local, max_tokens)) is None:
+            job = self._tier.promote()
+            assert job is not None, "a lookup waits for it"
+            self.served.read_bytes += self._tier_bytes(job)
+            self._tier.complete(job.job_id)
+        return num_found
+
     def _store(self, num_computed: int, reported: list[int], kept: set[int]) -> None:
         """Report what the tokens so far have filled, and begin the store that this plans."""
         ledger, tier, num_full = self._ledger, self._tier, num_computed // self._size
@@ -270,6 +296,18 @@ class Simulation:
         """End the stores that were planned up to this step."""
         while self._stores and self._stores[0][0] <= step:
             self._tier.complete(self._stores.popleft()[1])
+            if self._has_disk:
+                self._demote()
+
+    def _demote(self) -> None:
+        """Write to the disk what a store has brought to the host."""
+        while (job := self._tier.demote()) is not None:
+            self.served.written_bytes += self._tier_bytes(job)
+            self._tier.complete(job.job_id)
+
+    def _tier_bytes(self, job: TierJob) -> int:
+        """Return the bytes of a job between host and disk."""
+        return sum(self._block_bytes[group] for group in job.groups.tolist())
 
     def _bytes(self, offsets: Ids) -> int:
         """Return the bytes of a job, whose blocks come group by group."""
