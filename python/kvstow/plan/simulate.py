@@ -9,8 +9,16 @@ evicts for each by what it has learned until then. One store for all of them wou
 
 In a model with recurrent states, vLLM keeps a state at two places of a prompt: after its last full
 block that leaves a token to compute, and where it parts from prompts before it. It knows that place
-if the device or the host has what they share. Other states are neither found on the device nor
-stored, so the simulation drops their keys.
+if the device or the host has what they share. So a step of a prompt ends at each of these places.
+Other states are neither found on the device nor stored. vLLM writes only the state at the end of a
+step. While the step runs, it also holds the state before it:
+
+    full attention   |block|block|block|block|block|
+    a state group    |null |state|null |null |state|      of a step of three blocks
+
+The ledger gives each block a state. So the simulation takes the blocks of a step one by one, drops
+the key of a state that is not kept, and takes its block again for a later state. If such a model
+also has windows, they give blocks back during the step, a little earlier than in vLLM.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ from kvstow._core import (
     FullAttention,
     Hashes,
     OffloadScheduler,
+    PrefixHit,
     StateSpace,
     TierJob,
 )
@@ -45,6 +54,8 @@ Ids = npt.NDArray[np.int32]
 Mode = Literal["eager", "lazy"]
 STEP_TOKENS = 8192
 """The most tokens of a request that a step computes."""
+_HELD_STATES = 2
+"""The most states that a request holds in a group: the one that a step reads, and its own."""
 _NAME = "request"
 
 
@@ -115,8 +126,14 @@ class Server:
     @property
     def num_needed(self) -> int:
         """Usable blocks of a device that has room for the longest request."""
-        ledger = BlockLedger(2, self.geometry.attentions, max_in_flight_tokens=STEP_TOKENS)
-        return ledger.blocks_to_fit(max(self.workload.total_tokens))
+        groups, longest = self.geometry.attentions, max(self.workload.total_tokens)
+        num_blocks = -(-longest // self.workload.block_tokens)
+        others = [group for group in groups if not isinstance(group, StateSpace)]
+        num_states = (len(groups) - len(others)) * min(num_blocks, _HELD_STATES)
+        if not others:
+            return num_states
+        ledger = BlockLedger(2, others, max_in_flight_tokens=STEP_TOKENS)
+        return num_states + ledger.blocks_to_fit(longest)
 
     @property
     def misfit(self) -> str | None:
@@ -236,24 +253,59 @@ class Simulation:
         reported = [0] * len(self._states)
         while num_granted < total_tokens:
             if num_granted < prompt_tokens:
-                num_new = min(STEP_TOKENS, prompt_tokens - num_granted)
+                num_new = self._num_step(num_granted, prompt_tokens, kept)
                 self._num_steps += 1
             else:  # a step for each token, up to the next that fills a block
                 num_new = min(self._size - num_granted % self._size, total_tokens - num_granted)
                 self._num_steps += num_new
             self._land(self._num_steps - 2)
-            taken = ledger.allocate(_NAME, num_new, hit=first)
-            assert taken is not None, "the longest request fits"
+            self._take(num_granted, num_new, first, kept)
             first = None
             num_granted += num_new
-            if self._horizon:
-                tier.invalidate(np.concatenate(taken))
             self._store(num_granted, reported, kept)
         ledger.free(_NAME)
         tier.finish(_NAME)
         self._land(self._num_steps)
         if not self._keeps_device:
             ledger.pool.reset()
+
+    def _num_step(self, num_granted: int, prompt_tokens: int, kept: set[int]) -> int:
+        """Return the tokens of the prompt that the next step computes.
+
+        A step of a model with states ends at the next state that is kept, and else at a block's
+        end if it can.
+        """
+        end = min(num_granted + STEP_TOKENS, prompt_tokens)
+        if not any(self._states):
+            return end - num_granted
+        aligned = end // self._size * self._size
+        if num_granted < aligned and end < prompt_tokens:
+            end = aligned
+        stops = ((at + 1) * self._size for at in kept)
+        return min([end, *(stop for stop in stops if stop > num_granted)]) - num_granted
+
+    def _take(self, num_granted: int, num_new: int, hit: PrefixHit | None, kept: set[int]) -> None:
+        """Take the device blocks of a step: at once, or one by one if the model has states."""
+        end = num_granted + num_new
+        while num_granted < end:
+            at = num_granted // self._size
+            stop = min(end, (at + 1) * self._size) if any(self._states) else end
+            taken = self._ledger.allocate(_NAME, stop - num_granted, hit=hit)
+            assert taken is not None, "the longest request fits"
+            if self._horizon:
+                self._tier.invalidate(np.concatenate(taken))
+            if any(self._states) and stop % self._size == 0 and at not in kept:
+                self._drop_states(at, taken)
+            hit, num_granted = None, stop
+
+    def _drop_states(self, at: int, taken: Sequence[Ids]) -> None:
+        """Drop the keys of the states in a block of the request, which it has just filled."""
+        for group, is_state in enumerate(self._states):
+            if is_state:
+                blocks = taken[group]
+                if not len(blocks):  # an earlier step began the block
+                    blocks = self._ledger.block_table(_NAME, group)[at : at + 1]
+                self._ledger.pool.evict(blocks)
 
     def _find(self, num_local: int, max_tokens: int) -> int:
         """Return the tokens after the local hit that the host has, once the disk has brought its.
@@ -276,10 +328,8 @@ class Simulation:
             begin = min(reported[group], num_full)
             part = ledger.block_table(_NAME, group)[begin:num_full]
             if is_state:
-                part = part.copy()
-                dropped = [at for at in range(len(part)) if begin + at not in kept and part[at]]
-                ledger.pool.evict(part[dropped])
-                part[dropped] = 0
+                is_kept = [begin + at in kept for at in range(len(part))]
+                part = np.where(is_kept, part, 0).astype(np.int32)
             reported[group] = num_full
             parts.append(part)
             offsets.append(offsets[-1] + len(part))
