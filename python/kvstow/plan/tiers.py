@@ -7,11 +7,17 @@ a cache of its size alone would hold:
     hits of device and host   curve(max(device, host))
     hits of the host          that minus curve(device)
     hits of a disk            curve(max(device, host, disk)) minus both
-    blocks stored             all filled blocks minus those that the host has
+    blocks stored             all filled blocks minus those that the host has, and the disk's hits
+    blocks written            all filled blocks minus those that the disk has
+
+A hit on the disk brings the block to the host, so it is not stored again. Two sizes store or write
+slightly other blocks than these. In a host smaller than the device, what the disk brings can evict
+earlier blocks of the same prompt that the device has, and they are stored again. A disk smaller
+than the host lacks the last block of a prompt of whole blocks that the host still has.
 
 The partial last block of a running request takes a device block, which the curve leaves out.
 
-Other plans simulate each pair of sizes. A disk then counts as a larger host tier.
+Other plans simulate each set of sizes. The hits of a disk are then those that it adds.
 
 With sliding windows or states, a host tier also raises the hits of the device. A computed prompt
 takes a device block of a window's group for each of its blocks, and those evict others. A loaded
@@ -103,9 +109,9 @@ class Tiers:
         device_gib: size of the KV cache on each GPU; None for none.
         host_gib: size of the host tier.
         disk_gib: size of the disk tier; None for none.
-        device_hits: blocks of the trace found on the device.
-        host_hits: blocks found on the host.
-        disk_hits: blocks found on the disk.
+        device_hits: blocks of the trace found on the device, without the disk.
+        host_hits: blocks found on the host, without the disk.
+        disk_hits: blocks that the disk adds to these hits.
         load_bytes: bytes that each GPU loads.
         store_bytes: bytes that each GPU stores.
         read_bytes: bytes read from the disk.
@@ -353,8 +359,7 @@ class _Counter:
         num_host = self._sizes.host_slots(host_gib)
         num_disk = 0 if disk_gib is None else self._sizes.host_slots(disk_gib, "--disk-gib")
         top = self._served(num_host)
-        both = self._served(max(num_host, num_disk))
-        on_disk = self._served(num_disk).stored_bytes if num_disk else 0
+        both = self._served(num_host, num_disk) if num_disk else top
         num_shares = self._geometry.num_ranks // self._geometry.num_copies
         return Tiers(
             device_gib,
@@ -364,29 +369,39 @@ class _Counter:
             top.host_hits,
             max(0, both.num_hits - top.num_hits),
             both.loaded_bytes,
-            top.stored_bytes,
-            max(0, both.loaded_bytes - top.loaded_bytes) * num_shares,
-            on_disk * num_shares,
+            both.stored_bytes,
+            both.read_bytes * num_shares,
+            both.written_bytes * num_shares,
             self._served(0).num_hits,
         )
 
-    def _count(self, num_host: int) -> Served:
-        """Return what a host tier of this size does, from the curve if it has the answer.
+    def _count(self, num_host: int, num_disk: int = 0) -> Served:
+        """Return what host and disk tiers of this size do, from the curve if it has the answer.
 
-        A host tier of 0 slots is none.
+        A tier of 0 slots is none.
         """
         if not num_host and self._server.num_device_blocks is None:
             return Served()  # nothing keeps a block
         if not self._follows:
-            served = self._server.serve(min(num_host, self._largest)).served
+            sizes = min(num_host, self._largest), min(num_disk, self._largest)
+            served = self._server.serve(*sizes).served
             self._tick()
             return served
         num_device = self._server.num_device_blocks or 0
-        hits, block_bytes = self.curves.at, self._geometry.device_block_bytes
+        hits, resident, num_filled = (
+            self.curves.at,
+            self.curves.resident_at,
+            self._workload.num_filled,
+        )
         device_hits = hits(num_device)
-        host_hits = hits(max(num_device, num_host)) - device_hits
-        num_stored = self._workload.num_filled - self.curves.resident_at(num_host)
-        return Served(device_hits, host_hits, host_hits * block_bytes, num_stored * block_bytes)
+        without_disk = hits(max(num_device, num_host))
+        host_hits = hits(max(num_device, num_host, num_disk)) - device_hits
+        num_read = device_hits + host_hits - without_disk
+        num_stored = num_filled - resident(num_host) - num_read
+        num_written = num_filled - resident(num_disk) if num_disk else 0
+        blocks = (host_hits, num_stored, num_read, num_written)
+        moved = (number * self._geometry.device_block_bytes for number in blocks)
+        return Served(device_hits, host_hits, *moved)
 
 
 def _sizes_around(curves: Curves, geometry: Geometry) -> tuple[float, ...]:
