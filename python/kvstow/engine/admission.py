@@ -27,10 +27,11 @@ class Wish:
 
     def check(self, ledger: BlockLedger) -> None:
         """Refuse numbers that are wrong, and a request that would not fit into an empty pool."""
+        must_fit_tokens = 0 if self.must_fit_tokens is None else self.must_fit_tokens
         check_sizes(
             num_lookahead_tokens=self.num_lookahead_tokens,
             reserve=self.reserve,
-            must_fit_tokens=self.must_fit_tokens or 0,
+            must_fit_tokens=must_fit_tokens,
         )
         fix = "a request has 1 or more, and without room in the step it waits"
         checked_int("num_tokens", self.num_tokens, 1, _MAX_TOKENS, fix)
@@ -43,7 +44,6 @@ class Wish:
                 f"hash_tokens a block_size of {ledger.hash_block_size}"
             )
         num_usable = ledger.pool.num_blocks - 1
-        must_fit_tokens = self.must_fit_tokens or 0
         num_needed = self._min_blocks_to_end(ledger)
         if num_needed > num_usable:
             raise RequestTooLarge(
