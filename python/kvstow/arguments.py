@@ -1,9 +1,19 @@
 """Checks of arguments that more than one part of kvstow makes."""
 
 import operator
+import os
 import reprlib
+from typing import TypeGuard
 
 from kvstow._core import ConfigError
+
+
+def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
+    """Return whether `given` is a str, or a path object that holds one instead of bytes."""
+    try:
+        return isinstance(os.fspath(given), str)  # type: ignore[call-overload]
+    except TypeError:
+        return False
 
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:

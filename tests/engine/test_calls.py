@@ -1,5 +1,6 @@
 """Calls of an `Engine` with wrong arguments, at the wrong time, or at its begin and its end."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -564,6 +565,7 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         ),
         (lambda e: e.reset(weights_version=5), "weights_version is 5, expected a str"),
         (lambda e: e.restart(5, after=READY, identity="", weights_version=""), "path is 5"),
+        (lambda e: e.restart(b"f", after=READY, identity="", weights_version=""), "path is b'f'"),
         (lambda e: e.step(["runs"], 1), "not a sequence of integers for num_new_tokens"),
         (lambda e: e.step(["runs"], ["5"]), "num_new_tokens has '5', which is not an integer"),
         (lambda e: e.step(["runs"], [-1]), f"num_new_tokens has -1: each must be 1 to {2**40}"),
@@ -581,6 +583,15 @@ def test_wrong_type_raises_config_error(use: Callable[[Engine], object], problem
         assert not it.engine._state.change.is_torn
         it.engine.check()
         assert it.engine.admit("added", 16, 100, after=READY).state is RUNS
+
+
+@pytest.mark.parametrize("wrong", [0.0, "", [], False])
+def test_false_must_fit_tokens_raises_config_error(wrong: Any) -> None:
+    with world() as it:
+        it.engine.add("added", hash_tokens(DOCUMENT, BLOCK))
+        with pytest.raises(ConfigError, match=f"integer, got {re.escape(repr(wrong))};"):
+            it.engine.admit("added", 16, 100, after=READY, must_fit_tokens=wrong)
+        assert not it.engine._state.change.is_torn
 
 
 def test_request_id_of_a_wrong_type_is_unknown() -> None:

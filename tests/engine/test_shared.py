@@ -324,6 +324,7 @@ def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> 
         ({"shared": SharedStore(server.url), "shared_options": None}, "a shared tier needs both"),
         ({"shared": None}, "a shared tier needs both"),
         ({"shared": SharedStore("http://host")}, "shared names http, expected a URL"),
+        ({"shared": SharedStore(server.url, password_file=b"f")}, "password_file is b'f'"),  # type: ignore[arg-type]
         ({"shared_options": "no"}, "shared_options 'no'"),
     ):
         with pytest.raises(ConfigError, match=message), world(server.url, **given):

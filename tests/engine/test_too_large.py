@@ -1,20 +1,141 @@
 """Requests and steps that are too large for the device, however empty it is."""
 
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.forks import LONG_S
 
 from kvstow import (
     AdmissionState,
+    ChunkedLocal,
     Engine,
     FullAttention,
     OutOfBlocks,
     RequestTooLarge,
     SlidingWindow,
+    StateSpace,
     hash_tokens,
 )
+from kvstow.engine.admission import peak_blocks
+from kvstow.engine.arguments import Group
 from kvstow.transfer import READY, BlockLayout
 
-RUNS = AdmissionState.RUNS
+RUNS, LOADS = AdmissionState.RUNS, AdmissionState.LOADS
+CHUNKED: list[Group] = [FullAttention(4), ChunkedLocal(4, 16)]
+
+sizes = st.sampled_from([1, 2, 3, 4, 6])
+groups = st.one_of(
+    st.builds(FullAttention, sizes),
+    st.builds(SlidingWindow, sizes, st.integers(1, 14), extra_retained_tokens=st.integers(0, 5)),
+    st.builds(lambda size, num: ChunkedLocal(size, size * num), sizes, st.integers(1, 4)),
+    st.builds(StateSpace, sizes),
+)
+
+
+def engine_of(num_blocks: int, groups: Sequence[Group]) -> Engine:
+    arrays = [np.zeros((num_blocks, 1), np.int64) for _ in groups]
+    layouts = [BlockLayout.from_arrays([array]) for array in arrays]
+    return Engine(num_blocks, 64, groups, layouts)
+
+
+def least_device_blocks(groups: Sequence[Group], num_tokens: int) -> int:
+    """Return what the error of the smallest engine names."""
+    with engine_of(2, groups) as engine:
+        engine.add("a", [])
+        try:
+            engine.admit("a", num_tokens, 1, after=READY)
+        except RequestTooLarge as error:
+            [named] = re.findall(r"num_device_blocks=(\d+) or more", str(error))
+            return int(named)
+    return 2
+
+
+def serve(engine: Engine, num_tokens: int) -> int:
+    """Compute a request token by token, and return the tokens that it loaded or found."""
+    engine.add("a", hash_tokens(range(num_tokens), engine.ledger.hash_block_size))
+    admission = engine.admit("a", num_tokens, 1, after=READY)
+    num_hit = admission.num_hit_tokens + admission.num_external_tokens
+    if admission.state is LOADS:
+        engine.end(engine.transfers[0])
+    for num_computed in range(num_hit, num_tokens):
+        if admission.state is LOADS or num_computed > num_hit:
+            until_s = time.monotonic() + LONG_S
+            while not engine.step(["a"], [1]).num_granted:
+                assert engine.transfers and time.monotonic() < until_s, f"stuck at {num_computed}"
+                engine.poll()  # a store pins blocks that the request has left
+        engine.computed(["a"], [num_computed + 1], after=READY)
+    while engine.transfers:
+        engine.poll()
+    engine.finish("a")
+    return num_hit
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(groups, min_size=1, max_size=3), st.data())
+def test_peak_is_that_of_each_token(groups: list[Group], data: st.DataObject) -> None:
+    num_tokens = data.draw(st.integers(1, 150))
+    num_computed = data.draw(st.integers(0, num_tokens - 1))
+    with engine_of(2, groups) as engine:
+        each = [engine.ledger.min_blocks(t + 1, t) for t in range(num_computed, num_tokens)]
+        for at_least in 0, data.draw(st.integers(0, 40)):
+            found = peak_blocks(engine._state, num_computed, num_tokens, at_least)
+            assert found == max(at_least, *each)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(groups, min_size=1, max_size=3), st.integers(1, 60))
+def test_named_number_of_blocks_is_the_least(groups: list[Group], num_tokens: int) -> None:
+    num_blocks = least_device_blocks(groups, num_tokens)
+    with engine_of(num_blocks, groups) as engine:
+        serve(engine, num_tokens)
+        serve(engine, num_tokens)  # now with a hit
+    if num_blocks > 2:
+        with engine_of(num_blocks - 1, groups) as engine:
+            engine.add("a", [])
+            with pytest.raises(RequestTooLarge):
+                engine.admit("a", num_tokens, 1, after=READY)
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_tokens", "least"),
+    [
+        (CHUNKED, 18, 9),  # its first chunk ends before its last block
+        ([FullAttention(2), SlidingWindow(2, 4), FullAttention(3)], 8, 11),  # a hit ends at 6
+    ],
+)
+def test_request_that_needs_most_before_its_end_is_refused(
+    groups: list[Group], num_tokens: int, least: int
+) -> None:
+    for num_blocks in range(2, least):
+        with engine_of(num_blocks, groups) as engine:
+            engine.add("a", [])
+            with pytest.raises(RequestTooLarge, match=f"num_device_blocks={least} or more"):
+                engine.admit("a", num_tokens, 1, after=READY)
+            engine.check()
+    with engine_of(least, groups) as engine:
+        assert serve(engine, num_tokens) == 0
+
+
+def test_hit_behind_the_peak_lets_a_request_run(tmp_path: Path) -> None:
+    path = tmp_path / "image"
+    who: dict[str, Any] = {"identity": "m", "weights_version": "1"}
+    with engine_of(9, CHUNKED) as engine:
+        serve(engine, 18)
+        engine.sleep(after=READY, to=path, **who)
+    with engine_of(7, CHUNKED) as engine:
+        engine.restart(path, after=READY, **who)
+        assert serve(engine, 18) == 16
+        engine.reset()
+        engine.add("a", [])
+        with pytest.raises(RequestTooLarge):
+            engine.admit("a", 18, 1, after=READY)
 
 
 def test_lone_request_whose_step_does_not_fit_goes_on_with_fewer_tokens() -> None:

@@ -484,9 +484,15 @@ def test_bad_option_is_a_config_error(
     assert on_disk(tmp_path) == {}
 
 
-def test_path_of_another_type_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="path is None"):
-        SlotFile(None, "1MiB")  # type: ignore[arg-type]
+class BytesPath:
+    def __fspath__(self) -> bytes:
+        return b"slots"
+
+
+@pytest.mark.parametrize("wrong", [None, b"slots", BytesPath(), "slots\0"])
+def test_path_of_another_type_is_a_config_error(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"path is .*; pass the name of a file"):
+        SlotFile(wrong, "1MiB")
 
 
 def test_fingerprint_longer_than_the_header_is_refused() -> None:

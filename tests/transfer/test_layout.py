@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from typing import Any
 
@@ -146,6 +148,16 @@ def test_from_arrays_accepts_scalars_per_block_and_a_single_block() -> None:
     assert BlockLayout.from_arrays([np.zeros(6, dtype=np.int32)[::3]]).regions[0].block_bytes == 4
     single = np.zeros((4, 8), dtype=np.uint8)[::-1][:1]
     assert BlockLayout.from_arrays([single]).regions == (Region(single.ctypes.data, 8, 8),)
+
+
+def test_layout_is_never_copied_without_its_memory() -> None:
+    layout = BlockLayout.from_arrays([np.zeros((4, 8), np.uint8)])
+    with pytest.raises(TypeError, match=r"deep-copied, .*: share this one, or copy the memory"):
+        copy.deepcopy({"layouts": [layout]})
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(TypeError, match=r"pickled, .*: call .* in the process that copies"):
+            pickle.dumps([layout], protocol)
+    assert copy.copy(layout) is layout
 
 
 def test_from_arrays_keeps_the_memory_alive() -> None:

@@ -1,8 +1,16 @@
 """How a request is admitted: what the device holds, what the host holds, and room for the rest."""
 
+import math
 from dataclasses import dataclass
 
-from kvstow._core import BlockLedger, ConfigError, KvstowError, OutOfBlocks, RequestTooLarge
+from kvstow._core import (
+    BlockLedger,
+    ChunkedLocal,
+    ConfigError,
+    KvstowError,
+    OutOfBlocks,
+    RequestTooLarge,
+)
 from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
@@ -25,12 +33,14 @@ class Wish:
     reserve: int
     must_fit_tokens: int | None
 
-    def check(self, ledger: BlockLedger) -> None:
-        """Refuse numbers that are wrong, and a request that would not fit into an empty pool."""
+    def check(self, state: State) -> None:
+        """Refuse numbers that are wrong, and a request that no hit lets fit into an empty pool."""
+        ledger = state.ledger
+        must_fit_tokens = 0 if self.must_fit_tokens is None else self.must_fit_tokens
         check_sizes(
             num_lookahead_tokens=self.num_lookahead_tokens,
             reserve=self.reserve,
-            must_fit_tokens=self.must_fit_tokens or 0,
+            must_fit_tokens=must_fit_tokens,
         )
         fix = "a request has 1 or more, and without room in the step it waits"
         checked_int("num_tokens", self.num_tokens, 1, _MAX_TOKENS, fix)
@@ -42,15 +52,9 @@ class Wish:
                 f"{num_hashed}, {ledger.hash_block_size} each: pass all tokens known of it, and to "
                 f"hash_tokens a block_size of {ledger.hash_block_size}"
             )
+        last = self.num_tokens - 1
+        self.check_can_end(state, last - last % ledger.hit_block_size)  # the longest hit of all
         num_usable = ledger.pool.num_blocks - 1
-        must_fit_tokens = self.must_fit_tokens or 0
-        num_needed = self._min_blocks_to_end(ledger)
-        if num_needed > num_usable:
-            raise RequestTooLarge(
-                f"request {self.request_id!r} needs {num_needed} blocks for {self.num_tokens} "
-                f"tokens, the pool has {num_usable}: it can never run; refuse it, or build the "
-                f"engine with num_device_blocks={num_needed + 1} or more"
-            )
         num_to_fit = ledger.blocks_to_fit(must_fit_tokens)
         if num_to_fit > num_usable:
             # The request may end before it has so many tokens. A window, chunk or state also needs
@@ -67,15 +71,20 @@ class Wish:
                 )
             raise OutOfBlocks(problem)
 
-    def _min_blocks_to_end(self, ledger: BlockLedger) -> int:
-        """Return the fewest blocks with which the request can compute its last known token.
+    def check_can_end(self, state: State, num_computed: int) -> None:
+        """Refuse a request that could not compute all its tokens, also if it were alone.
 
-        A window holds most when a token begins a block. No hit ends behind the last such token, so
-        the request computes it, even if the last token of all needs fewer blocks.
+        `num_computed` counts the tokens of its hit, which it does not compute.
         """
-        last = self.num_tokens - 1
-        first = last // ledger.hash_block_size * ledger.hash_block_size
-        return max(ledger.min_blocks(computed + 1, computed) for computed in (first, last))
+        num_usable = state.pool.num_blocks - 1
+        if peak_blocks(state, num_computed, self.num_tokens, num_usable) == num_usable:
+            return
+        num_needed = peak_blocks(state, 0, self.num_tokens)
+        raise RequestTooLarge(
+            f"request {self.request_id!r} needs {num_needed} blocks for {self.num_tokens} tokens, "
+            f"the pool has {num_usable}: it can never run; refuse it, or build the engine with "
+            f"num_device_blocks={num_needed + 1} or more"
+        )
 
     def check_has_room(self, ledger: BlockLedger, num_computed: int, num_slots: int) -> None:
         """Refuse an admission that would not fit into an empty pool either.
@@ -91,6 +100,38 @@ class Wish:
                 f"pool has {num_usable}: pass less max_new_tokens, num_lookahead_tokens or "
                 "reserve, and to step no more new tokens of this request than here"
             )
+
+
+def peak_blocks(state: State, num_computed: int, num_tokens: int, at_least: int = 0) -> int:
+    """Return the most blocks that a request holds while it computes its tokens one by one.
+
+    In a pool with fewer usable blocks it can never compute one of them. A request that is alone
+    needs no more blocks.
+
+    Args:
+        state: what has the ledger and the groups.
+        num_computed: tokens that it does not compute, from the first.
+        num_tokens: tokens that it has then.
+        at_least: what to return if it holds fewer. A greater number makes this faster.
+    """
+    chunks = [group.chunk for group in state.blueprint.groups if isinstance(group, ChunkedLocal)]
+    # A period later, a token needs at least as many blocks: groups that skip blocks hold as many
+    # again, or more if the first blocks were not skipped yet. So look at the last period alone.
+    period = math.lcm(state.ledger.hit_block_size, *chunks)
+    return _peak_within(state.ledger, max(num_computed, num_tokens - period), num_tokens, at_least)
+
+
+def _peak_within(ledger: BlockLedger, first: int, end: int, at_least: int) -> int:
+    """Return the most blocks that a token from `first` to before `end` needs, or `at_least`."""
+    # No single token needs more than all of them at once.
+    bound = ledger.min_blocks(end, first)
+    if bound <= at_least:
+        return at_least
+    if end - first == 1:
+        return bound
+    middle = (first + end) // 2
+    at_least = _peak_within(ledger, middle, end, at_least)
+    return _peak_within(ledger, first, middle, at_least)
 
 
 def check_step_fits(
@@ -136,6 +177,7 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
         # A load fills every block that it gets, so `step` grants lookahead slots after it.
         num_lookahead = 0 if num_external else wish.num_lookahead_tokens
         try:
+            wish.check_can_end(state, num_hit + num_external)
             blocks = ledger.allocate(
                 request_id,
                 num_new,

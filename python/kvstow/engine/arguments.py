@@ -2,7 +2,6 @@
 
 import inspect
 import operator
-import os
 from collections import Counter
 from collections.abc import Collection, Sequence
 from numbers import Real
@@ -12,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
-from kvstow.arguments import checked_int
+from kvstow.arguments import checked_int, is_path
 from kvstow.transfer.layout import MAX_BLOCKS
 
 _MAX_SIZE = 1 << 40
@@ -128,8 +127,8 @@ def check_names(**names: object) -> None:
 
 def check_path(argument: str, path: object) -> None:
     """Refuse what is no path."""
-    if not isinstance(path, str | bytes | os.PathLike):
-        raise ConfigError(f"{argument} is {path!r}, expected a path: pass the name of a file")
+    if not is_path(path):
+        raise ConfigError(f"{argument} is {path!r}, expected a str or a Path: name a file")
 
 
 def check_flag(argument: str, flag: object, fix: str) -> None:

@@ -334,7 +334,7 @@ class Engine(Closing):
         wish = Wish(
             request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
         )
-        wish.check(state.ledger)
+        wish.check(state)
         state.requests[request_id].num_known = num_tokens
         return admit(state, self._copies, wish, after)
 

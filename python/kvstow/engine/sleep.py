@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, KvstowError, SnapshotError, StateError, TransferError
+from kvstow.arguments import is_path
 from kvstow.engine.answers import Awake
 from kvstow.engine.copies import Copies
 from kvstow.engine.ranks import Ranks
@@ -128,11 +129,8 @@ def _check_place(to: To, model: Model) -> None:
     given = f"identity is {model.identity!r} and weights_version {model.weights_version!r}"
     if not all(isinstance(name, str) for name in (model.identity, model.weights_version)):
         raise ConfigError(f"{given}; pass strings")
-    try:
-        if to is not HOST and "\0" in os.fspath(to):
-            raise ValueError("a path has no null character")
-    except (TypeError, ValueError):
-        raise ConfigError(f"to is {to!r}; pass HOST, or the name of a file") from None
+    if to is not HOST and (not is_path(to) or "\0" in os.fspath(to)):
+        raise ConfigError(f"to is {to!r}; pass HOST, or the name of a file")
     if to is not HOST and not (model.identity and model.weights_version):
         raise ConfigError(
             f"{given}; a file needs both, because cached KV of another model or of other weights "

@@ -136,6 +136,7 @@ class State:
         self.last_compute: Event | None = None
         self.has_freed = False
         self._refused_id = ""
+        self._has_hashes = False  # whether ledger and scheduler are known to have one width
 
     @property
     def pool(self) -> LedgerPool:
@@ -175,14 +176,30 @@ class State:
         tokens: Ints | None,
         extra_keys: Sequence[Sequence[object] | None] | None,
     ) -> None:
-        """Add a request to ledger and scheduler, and only then to `requests`."""
-        self.ledger.add(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
-        try:
+        """Add a request to ledger and scheduler, and only then to `requests`.
+
+        Of the first hashes, the scheduler checks the width before the ledger adopts it, because it
+        may have a width from a file. Another ledger checks all else before the scheduler adopts it.
+        """
+        is_first = len(hashes) > 0 and not self._has_hashes
+        if is_first:
+            other = self.blueprint.ledger(2)  # the fewest blocks
+            other.add(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+            # Recovery forgets only requests that the ledger has.
+            self.ledger.add(request_id, [], tokens=None if tokens is None else [])
+            try:
+                self.scheduler.add(request_id, hashes)
+            except KvstowError:
+                self.ledger.free(request_id)
+                raise
+            self.change.commit()
+            self.ledger.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+        else:
+            self.ledger.add(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+            self.change.commit()
             self.scheduler.add(request_id, hashes)
-        except KvstowError:
-            self.ledger.free(request_id)
-            raise
         self.requests[request_id] = Request(len(hashes))
+        self._has_hashes |= is_first
 
     def extend(
         self,
@@ -191,11 +208,21 @@ class State:
         tokens: Ints | None,
         extra_keys: Sequence[Sequence[object] | None] | None,
     ) -> None:
-        """Append hashes in ledger and scheduler. If this is cut short, recovery drops them."""
+        """Append hashes, as `add` adds them. If this is cut short, recovery drops them."""
+        is_first = len(hashes) > 0 and not self._has_hashes
+        if is_first:
+            other = self.blueprint.ledger(2)
+            known = self.ledger.known(request_id)
+            other.add(request_id, known[0], tokens=known[1], extra_keys=known[2])  # type: ignore[arg-type]
+            other.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
+            self.scheduler.extend(request_id, hashes)
+            self.change.commit()
         self.ledger.extend(request_id, hashes, tokens=tokens, extra_keys=extra_keys)  # type: ignore[arg-type]
         self.change.commit()
-        self.scheduler.extend(request_id, hashes)
+        if not is_first:
+            self.scheduler.extend(request_id, hashes)
         self.requests[request_id].num_hashes += len(hashes)
+        self._has_hashes |= is_first
 
     def requests_that_run(self) -> set[str]:
         """Return the ids of the requests in state "running"."""
@@ -391,7 +418,7 @@ class State:
     def capacity_tokens(self) -> int:
         """Return the prompt tokens that the device holds if every group keeps all its blocks."""
         size, num_usable = self.ledger.hit_block_size, self.pool.num_blocks - 1
-        return num_usable // sum(size // block_size for block_size in self._block_sizes) * size
+        return num_usable // sum(size // group.block_size for group in self.blueprint.groups) * size
 
     def stats(self) -> dict[str, int]:
         """Return those of the host tier, and what the ledger and the requests count."""
@@ -408,10 +435,6 @@ class State:
             "device_query_tokens": self.num_query_tokens,
             "device_hit_tokens": self.num_hit_tokens,
         }
-
-    @property
-    def _block_sizes(self) -> list[int]:
-        return [group.block_size for group in self.blueprint.groups]
 
     def check(self) -> None:
         """Verify every invariant. Raises `StateError` if one is broken."""

@@ -22,7 +22,7 @@ from typing import Final, Literal
 import numpy as np
 
 from kvstow._core import ConfigError, TransferError
-from kvstow.arguments import checked_int
+from kvstow.arguments import checked_int, is_path
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
@@ -67,7 +67,7 @@ class SlotFile:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a value can never be right."""
-        if not isinstance(self.path, str | os.PathLike):
+        if not is_path(self.path) or "\0" in os.fspath(self.path):
             raise ConfigError(f"path is {self.path!r}; pass the name of a file")
         for name in ("max_bytes", "max_in_flight_bytes", "max_quarantined_bytes"):
             parse_bytes(getattr(self, name), name=name)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,8 @@ class BlockLayout:
     """The memory of one block pool: `num_blocks` blocks, each spread over all regions.
 
     The addresses must stay valid while a mover uses the layout. So it keeps `owners` alive.
+    Pickles and deep copies raise `TypeError`, because they would have the addresses of the original
+    and other memory as `owners`. `copy.copy` returns the layout itself.
 
     Attributes:
         num_blocks: blocks in every region, the null block included.
@@ -160,6 +162,26 @@ class BlockLayout:
         object.__setattr__(self, "owners", tuple(self.owners))
         object.__setattr__(self, "slot_bytes", ends[-1])
         object.__setattr__(self, "offsets", (0, *ends[:-1]))
+
+    def __copy__(self) -> BlockLayout:
+        """Return this layout, because nothing changes it."""
+        return self
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        """Refuse a copy of `owners` at other addresses."""
+        raise TypeError(
+            "a BlockLayout cannot be deep-copied, because its addresses are those of its owners: "
+            "share this one, or copy the memory and pass the copies to BlockLayout.from_arrays or "
+            "from_tensors"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse a pickle, whose addresses would be those of this process."""
+        raise TypeError(
+            "a BlockLayout cannot be pickled, because its addresses hold in this process only: "
+            "call BlockLayout.from_arrays or from_tensors in the process that copies, with its own "
+            "arrays or tensors"
+        )
 
     @classmethod
     def from_arrays(cls, arrays: Sequence[npt.NDArray[np.generic]]) -> BlockLayout:

@@ -148,10 +148,12 @@ impl OffloadScheduler {
         &mut self,
         extended: impl Iterator<Item = (&'a str, &'a Hashes)> + Clone,
     ) -> Result<()> {
+        let mut width = self.hash_width();
         for (request_id, hashes) in extended.clone() {
             hashes.check_continues(&self.requests.get(request_id)?.hashes)?;
-            self.host.slots.pool.agree_width(hashes.width())?;
+            width.agree(hashes.width())?;
         }
+        self.host.slots.pool.agree_width(width)?;
         for (request_id, hashes) in extended {
             hashes.append_to(&mut self.requests.get_mut(request_id)?.hashes);
         }
@@ -264,5 +266,45 @@ impl OffloadScheduler {
             table.num_kept = num_kept;
         }
         request.num_losses = self.host.num_losses;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+    use super::super::{OffloadConfig, Progress};
+    use super::*;
+    use crate::group::Group;
+    use crate::key::HashesBuilder;
+
+    fn hashes(num_bytes: usize) -> Hashes {
+        let mut hashes = HashesBuilder::default();
+        hashes.push(&vec![1; num_bytes]).unwrap();
+        hashes.finish()
+    }
+
+    #[test]
+    fn refused_step_adopts_no_width() {
+        let groups = vec![Group::new(Attention::Full, 4).unwrap()];
+        let mut scheduler = OffloadScheduler::new(OffloadConfig::new(8, groups)).unwrap();
+        for name in ["x", "y"] {
+            scheduler.add(name, &Hashes::default()).unwrap();
+        }
+        let (narrow, wide) = (hashes(16), hashes(32));
+        let progress = ["x", "y"].into_iter().map(|request_id| Progress {
+            request_id,
+            num_computed_tokens: 0,
+            new_blocks: &[&[]],
+        });
+        let new_hashes = [narrow.clone(), wide.clone()];
+        let refused = scheduler.extend_and_store(&new_hashes, 8, progress, None);
+        assert_eq!(refused, Err(Error::HashWidth { expected: Some(16), got: 32 }));
+        // An unknown request refuses the step after the width of the first one was checked.
+        let step = [("x", &narrow), ("unknown", &narrow)];
+        assert!(scheduler.extend_step(step.into_iter()).is_err());
+        scheduler.extend("x", &wide).unwrap();
+        assert!(scheduler.extend("y", &narrow).is_err());
+        scheduler.check().unwrap();
     }
 }

@@ -10,6 +10,7 @@ from typing import Final, Literal, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 from kvstow._core import ConfigError
+from kvstow.arguments import is_path
 
 Kind: TypeAlias = Literal["servers", "cluster", "sentinel"]
 
@@ -105,6 +106,8 @@ class Credentials:
         username = os.environ.get(USERNAME_VARIABLE)
         if password_file is None:
             return cls(username, os.environ.get(PASSWORD_VARIABLE) or None)
+        if not is_path(password_file):
+            raise ConfigError(f"password_file is {password_file!r}; pass the name of a file")
         try:
             password = _read_password(password_file)
         except (OSError, UnicodeDecodeError) as error:
