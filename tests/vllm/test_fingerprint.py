@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,8 +12,9 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, cache_config
+from vllm import envs
 from vllm import version as vllm_version
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, VllmConfig
 
 from kvstow import ConfigError
 from kvstow.vllm import identity as identity_module
@@ -39,6 +41,7 @@ class World:
         self.rank = 0
         self.options: dict[str, Any] = {"shared": "redis://kv.example"}
         self.backend = "Flash"
+        self.blocks_per_block = 1  # those of the kernel
         folder.mkdir(exist_ok=True)
         (folder / "weights").write_text("weights")
         model = SimpleNamespace(
@@ -75,7 +78,8 @@ class World:
             get_attn_backend=lambda: SimpleNamespace(full_cls_name=lambda: self.backend)
         )
         self.config.compilation_config.static_forward_context = {"0": layer}
-        size = self.num_blocks, PAGE_BYTES
+        per_block = self.blocks_per_block
+        size = self.num_blocks * per_block, PAGE_BYTES // per_block
         caches = {str(at): torch.zeros(size, dtype=torch.uint8) for at in range(len(self.specs))}
         own = Identity(cast(VllmConfig, self.config), Options.parse(self.options), self.rank)
         return own.fingerprint(Model.of(cache), caches).digest
@@ -119,6 +123,13 @@ OTHERS: dict[str, Change] = {
     "loader": of("config.load_config.load_format", "safetensors"),
     "groups": of("specs", (FULL, FULL)),
     "kernels": of("backend", "FlashInfer"),
+    "blocks of the kernel": of("blocks_per_block", 2),
+    "dtype of states": of("config.cache_config.mamba_cache_dtype", "float16"),
+    "dtype of a part of states": of("config.cache_config.mamba_ssm_cache_dtype", "float32"),
+    "buffer of states": of("config.cache_config.replayssm_buffer_len", 8),
+    "rows of states for drafts": of(
+        "config.speculative_config", SimpleNamespace(num_speculative_tokens=2)
+    ),
 }
 
 
@@ -131,13 +142,46 @@ def test_servers_that_differ_do_not_share(worlds: tuple[World, World], name: str
     assert second.digest() != before
 
 
-@pytest.mark.parametrize("variable", ["PYTHONHASHSEED", "VLLM_KV_CACHE_LAYOUT"])
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PYTHONHASHSEED", "17"),
+        ("VLLM_KV_CACHE_LAYOUT", "HND"),
+        ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_CPU_INT4_W4A8", "0"),
+    ],
+)
 def test_servers_with_other_variables_do_not_share(
-    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, variable: str
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
     before = worlds[0].digest()
-    monkeypatch.setenv(variable, "17")
+    monkeypatch.setenv(variable, value)
     assert worlds[1].digest() != before
+
+
+def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
+    """A new name would leave a setting out."""
+    assert set(shaping_module._OF_STATES) <= {field.name for field in fields(CacheConfig)}
+    assert {*shaping_module._QUANTIZING, "VLLM_SSM_CONV_STATE_LAYOUT"} <= {
+        *envs.environment_variables
+    }
+
+
+def test_drafts_shape_no_block_of_a_model_without_states(worlds: tuple[World, World]) -> None:
+    for world in worlds:
+        world.config.model_config.has_inner_state = False
+    before = worlds[0].digest()
+    OTHERS["rows of states for drafts"](worlds[1])
+    assert worlds[1].digest() == before
+
+
+@pytest.mark.parametrize("blocks_per_block", [1, 2])
+def test_servers_of_other_sizes_share(worlds: tuple[World, World], blocks_per_block: int) -> None:
+    for world in worlds:
+        world.blocks_per_block = blocks_per_block
+    worlds[1].num_blocks += 1
+    assert worlds[0].digest() == worlds[1].digest()
 
 
 @pytest.mark.parametrize(

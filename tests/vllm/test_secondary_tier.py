@@ -5,6 +5,7 @@ What moves chunks between the GPU and the CPU tier needs a GPU, and is vLLM's ow
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 import uuid
@@ -295,6 +296,24 @@ def test_other_weights_at_the_same_path_are_refused(make: Make, tmp_path: Path) 
     assert not any(again.has(key) for key in KEYS)
 
 
+def test_another_number_of_engines_shapes_no_chunk(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    world.close()
+
+    class OneOfTwo(Spec):
+        def __init__(self, model: str) -> None:
+            super().__init__(model)
+            parallel = dataclasses.replace(self.config.parallel, data_parallel_size=2)
+            self.config = dataclasses.replace(self.config, parallel=parallel)
+
+    monkeypatch.setitem(globals(), "Spec", OneOfTwo)
+    again = make()
+    assert all(again.has(key) for key in KEYS[:4])
+
+
 def _other_rope(config: Any) -> None:
     config.model_config.hf_config.to_json_string = lambda: '{"rope_theta": 5}'
 
@@ -303,7 +322,19 @@ def _other_interleaving(config: Any) -> None:
     config.parallel_config.cp_kv_cache_interleave_size = 16
 
 
-@pytest.mark.parametrize("change", [_other_rope, _other_interleaving], ids=["rope", "interleaving"])
+def _other_state(config: Any) -> None:
+    config.cache_config.mamba_cache_dtype = "float16"
+
+
+def _drafts(config: Any) -> None:
+    config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_other_rope, _other_interleaving, _other_state, _drafts],
+    ids=["rope", "interleaving", "state", "rows of a state for drafts"],
+)
 def test_other_settings_of_the_model_are_refused(
     make: Make, tmp_path: Path, change: Callable[[Any], object]
 ) -> None:
@@ -313,7 +344,7 @@ def test_other_settings_of_the_model_are_refused(
     world = make(**options)
     world.store(KEYS[:4])
     world.close()
-    with pytest.raises(ConfigError, match=r"model|context_parallel"):
+    with pytest.raises(ConfigError, match=r"model|context_parallel|states"):
         make(change=change, **options)
     again = make(change=change, on_mismatch="reset", **options)
     assert not any(again.has(key) for key in KEYS)

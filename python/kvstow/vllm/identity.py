@@ -400,15 +400,17 @@ def _kernels(config: VllmConfig, kv_caches: Mapping[str, torch.Tensor]) -> list[
 def _shapes(model: Model, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
     """Return what lies where in a block: the layers in their order, and their tensors' shapes.
 
-    The number of blocks may differ between two starts. It shapes no block.
+    The number of blocks may differ between two starts. It shapes no block. A kernel may see each
+    block as several smaller ones, whose size shapes it.
     """
     shapes = []
     for layers in model.layers:
         for layer in layers:
             tensor = kv_caches[layer.name]
             strides = [stride * tensor.element_size() for stride in tensor.stride()]
+            all_bytes = model.num_blocks * layer.block_stride
             inner = [
-                (size, stride)
+                (0 if size * stride == all_bytes else size, stride)
                 for size, stride in zip(tensor.shape, strides, strict=True)
                 if size != model.num_blocks and stride < layer.block_stride
             ]

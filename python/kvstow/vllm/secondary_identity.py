@@ -45,7 +45,11 @@ def chunks_fingerprint(
         own.groups,
         own.worker_kv_bytes_per_block,
         own.cache,
-        dataclasses.replace(own.parallel, rank=0, data_parallel_index=0),
+        [
+            (field.name, getattr(own.parallel, field.name))
+            for field in dataclasses.fields(own.parallel)
+            if field.name != "rank" and not field.name.startswith("data_parallel")
+        ],
         own.replicated_layout,
         own.canonical_layout,
         own.kv_cache_layout,

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import __version__ as transformers_version
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +25,22 @@ _FROM_FILES: Final = frozenset(
 )
 # The plugins that vLLM loads into the processes of an engine.
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
+# Settings of vLLM's cache that say of which types a recurrent state is, and what it buffers.
+_OF_STATES: Final = (
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "mamba_cache_mode",
+    "use_replayssm",
+    "replayssm_buffer_len",
+)
+# Variables by which vLLM rounds weights or activations otherwise.
+_QUANTIZING: Final = (
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_MARLIN_INPUT_DTYPE",
+)
 # What Transformers reads for images, audio and video.
 _PROCESSORS: Final = (
     "preprocessor_config.json",
@@ -49,6 +66,8 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
         "loader": digest_of([(load.load_format, load.model_loader_extra_config) for load in loads]),
         "dtype": str(config.model_config.dtype),
         "kv_dtype": str(config.cache_config.cache_dtype),
+        "states": digest_of(_states(config)),
+        "quantization": digest_of([getattr(envs, name, None) for name in _QUANTIZING]),
         "attention": digest_of(
             [
                 getattr(config, "attention_config", None),
@@ -65,6 +84,16 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
             ]
         ),
     }
+
+
+def _states(config: VllmConfig) -> list[Any]:
+    """Return what shapes recurrent states. vLLM shows them as bytes, in pages of any length."""
+    settings = [getattr(config.cache_config, name, None) for name in _OF_STATES]
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+    has_states = getattr(config.model_config, "has_inner_state", True)
+    layout = getattr(envs, "VLLM_SSM_CONV_STATE_LAYOUT", None)
+    # A state has rows for the drafts. A block of keys and values does not depend on them.
+    return [*settings, layout, drafts if has_states else 0]
 
 
 def _plugins() -> set[str]:
