@@ -73,6 +73,7 @@ class CudaJob(OrderedJob):
         ticket: reports its end.
         first_sum: where its sums begin.
         serial: its number among the jobs of the lane; 0 before its launch.
+        has_begun: whether its event has not failed, and `earlier` is complete.
         is_paced: whether it keeps to the lane's pace.
         earlier: the places, and their events, after which it may write to its targets.
         num_queued: batches that are queued.
@@ -97,6 +98,7 @@ class CudaJob(OrderedJob):
     ticket: CudaTicket
     first_sum: int = 0
     serial: int = 0
+    has_begun: bool = False
     is_paced: bool = False
     earlier: list[tuple[Place, DeviceEvent]] = field(default_factory=list)
     num_queued: int = 0
@@ -225,7 +227,6 @@ class Lane:
             except BaseException as interrupt:
                 # The caller gets no ticket, so the job must not move more bytes.
                 job.error = failure(interrupt)
-                job.batches = job.batches[: job.num_queued]
                 raise
 
     def advance(self, *, in_a_hurry: bool = False) -> None:
@@ -313,9 +314,9 @@ class Lane:
         """Queue a job, or more of it. Return False if its pace holds the rest back."""
         interrupt: BaseException | None = None
         try:
-            if job.serial == 0:
+            if not job.has_begun:
                 self._begin(job)
-            if not self._queue(job, in_a_hurry=in_a_hurry):
+            if job.error is None and not self._queue(job, in_a_hurry=in_a_hurry):
                 return False
         except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
@@ -348,6 +349,8 @@ class Lane:
             job.is_paced = True
             if len(self._in_flight) == 1:
                 self._pace.restart()
+        # Last, because an interrupt can lose an error of the above. The next call finds it again.
+        job.has_begun = True
 
     def _queue(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
         """Queue batches, which take turns through the places. Return whether all are queued."""
@@ -361,15 +364,15 @@ class Lane:
             batch = job.batches[number]
             if pace is not None and not pace.take(batch.num_bytes):
                 return False
-            if number < num_places:
-                after, place = event, self._places[0]
+            if number == len(job.places) < num_places:  # else it has one, also if tried again
+                job.places.append(self._places[0])
                 self._places.rotate(-1)
-                job.places.append(place)
+            place = job.places[number % num_places]
+            if number < num_places:
+                after = event
                 for other, written in job.earlier:
                     if other is not place:
                         self.runtime.wait(place.stream, written)
-            else:
-                place = job.places[number % num_places]
             is_last = number + num_places >= num_batches
             released = job.released[number % num_places] if is_last and job.is_staged else None
             job.queue(job, batch, place, after, released)
