@@ -241,7 +241,8 @@ class Lane:
                         if not self._launch(job, in_a_hurry=in_a_hurry):
                             break
             except CudaError as error:
-                self._lose(error)
+                if error.is_fatal:  # otherwise ask again later: the device may still copy
+                    self._lose(error)
 
     def finish(self, owner: object) -> None:
         """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
@@ -249,10 +250,12 @@ class Lane:
             self.advance(in_a_hurry=True)
             while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
                 try:
-                    for event in self._in_flight[0].done:
+                    for event in self._in_flight[0].done if self._in_flight else ():
                         self.runtime.synchronize(event)
                 except CudaError as error:
-                    self._lose(error)
+                    if error.is_fatal:
+                        self._lose(error)
+                time.sleep(_FIRST_SLEEP_S)  # because a refused call has not waited
                 self.advance(in_a_hurry=True)
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
@@ -278,9 +281,11 @@ class Lane:
             while len(self._spare_events) < num_places * (1 + job.is_staged):
                 self._spare_events.append(self.runtime.event())
         except CudaError as error:
-            if error.is_fatal or not self._in_flight:
+            if error.is_fatal:
                 raise
-            return False  # jobs in flight give theirs back
+            if not self._in_flight:  # otherwise jobs in flight give theirs back
+                job.ticket.end(error)  # nothing of it is queued
+            return False
         if job.sums is not None:
             others = [
                 (other.first_sum, len(other.host_slots))
@@ -301,13 +306,18 @@ class Lane:
         """Return the job in flight that is not queued yet, or else the next one that may begin."""
         if self._in_flight and not self._in_flight[-1].is_queued:
             return self._in_flight[-1]
-        while self._runnable and self._runnable[0].serial:
-            self._runnable.popleft()  # in flight already: an interrupt came right after its append
-        if self._runnable and self._reserve(self._runnable[0]):
-            # In this order, so that an interrupt in between does not lose the job.
-            self._in_flight.append(self._runnable[0])
+        while self._runnable:
+            job = self._runnable[0]
+            # It has a serial if an interrupt came right after its append to the jobs in flight.
+            if not (job.serial or job.ticket.has_ended):
+                if self._reserve(job):
+                    # In this order, so that an interrupt in between does not lose the job.
+                    self._in_flight.append(job)
+                    self._runnable.popleft()
+                    return job
+                if not job.ticket.has_ended:
+                    return None
             self._runnable.popleft()
-            return self._in_flight[-1]
         return None
 
     def _launch(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
@@ -330,6 +340,7 @@ class Lane:
                 self.runtime.record(event, place.stream)
             except BaseException as error:
                 # Try again: an event that is not recorded counts as reached, and so would the job.
+                # If this fails too, the next call tries again, because the job is not queued yet.
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, place.stream)
         job.is_queued = True

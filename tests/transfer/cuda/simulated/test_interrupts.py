@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -21,13 +22,14 @@ from tests.transfer.cuda.simulated.test_mover import (
 )
 from tests.transfer.cuda.simulation import library
 
-from kvstow.transfer import Event, HostEvent, Ticket
+from kvstow.transfer import CudaError, Event, HostEvent, Ticket
 from kvstow.transfer.cuda import lane, runtime
 
 MOST_POLLS = 200
 # How often a line is interrupted, each time at its next turn.
 MOST_TIMES = 2 if IS_FULL else 1
 NUM_BLOCKS = 8
+OUT_OF_MEMORY = 2
 
 
 def each_interrupt(
@@ -240,3 +242,17 @@ def test_interrupted_launch_of_a_refused_job_ends_after_its_queued_work() -> Non
             assert not library.step(), "a job has ended, but its work is still queued"
             num_ended += 1
     assert num_ended > 10
+
+
+def test_lane_works_on_after_an_interrupted_refusal_of_events() -> None:
+    def refuse(setup: Bench) -> None:
+        after = setup.after()
+        library.fail("cudaEventCreateWithFlags", OUT_OF_MEMORY)
+        setup.mover.store([1], [0], after=after)
+
+    for setup in each_interrupt(refuse):
+        with suppress(CudaError):  # if the interrupt came before the refusal
+            setup.runtime.event()
+        drain(setup)
+        setup.land(setup.mover.store([2], [0], after=setup.after()))
+        assert np.array_equal(setup.arena.slots[0], setup.block(2))
