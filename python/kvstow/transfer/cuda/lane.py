@@ -73,6 +73,7 @@ class CudaJob(OrderedJob):
         ticket: reports its end.
         first_sum: where its sums begin.
         serial: its number among the jobs of the lane; 0 before its launch.
+        has_begun: whether its event has not failed, and `earlier` is complete.
         is_paced: whether it keeps to the lane's pace.
         earlier: the places, and their events, after which it may write to its targets.
         num_queued: batches that are queued.
@@ -97,6 +98,7 @@ class CudaJob(OrderedJob):
     ticket: CudaTicket
     first_sum: int = 0
     serial: int = 0
+    has_begun: bool = False
     is_paced: bool = False
     earlier: list[tuple[Place, DeviceEvent]] = field(default_factory=list)
     num_queued: int = 0
@@ -225,7 +227,6 @@ class Lane:
             except BaseException as interrupt:
                 # The caller gets no ticket, so the job must not move more bytes.
                 job.error = failure(interrupt)
-                job.batches = job.batches[: job.num_queued]
                 raise
 
     def advance(self, *, in_a_hurry: bool = False) -> None:
@@ -240,7 +241,8 @@ class Lane:
                         if not self._launch(job, in_a_hurry=in_a_hurry):
                             break
             except CudaError as error:
-                self._lose(error)
+                if error.is_fatal:  # otherwise ask again later: the device may still copy
+                    self._lose(error)
 
     def finish(self, owner: object) -> None:
         """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
@@ -248,10 +250,12 @@ class Lane:
             self.advance(in_a_hurry=True)
             while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
                 try:
-                    for event in self._in_flight[0].done:
+                    for event in self._in_flight[0].done if self._in_flight else ():
                         self.runtime.synchronize(event)
                 except CudaError as error:
-                    self._lose(error)
+                    if error.is_fatal:
+                        self._lose(error)
+                time.sleep(_FIRST_SLEEP_S)  # because a refused call has not waited
                 self.advance(in_a_hurry=True)
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
@@ -277,9 +281,11 @@ class Lane:
             while len(self._spare_events) < num_places * (1 + job.is_staged):
                 self._spare_events.append(self.runtime.event())
         except CudaError as error:
-            if error.is_fatal or not self._in_flight:
+            if error.is_fatal:
                 raise
-            return False  # jobs in flight give theirs back
+            if not self._in_flight:  # otherwise jobs in flight give theirs back
+                job.ticket.end(error)  # nothing of it is queued
+            return False
         if job.sums is not None:
             others = [
                 (other.first_sum, len(other.host_slots))
@@ -300,22 +306,27 @@ class Lane:
         """Return the job in flight that is not queued yet, or else the next one that may begin."""
         if self._in_flight and not self._in_flight[-1].is_queued:
             return self._in_flight[-1]
-        while self._runnable and self._runnable[0].serial:
-            self._runnable.popleft()  # in flight already: an interrupt came right after its append
-        if self._runnable and self._reserve(self._runnable[0]):
-            # In this order, so that an interrupt in between does not lose the job.
-            self._in_flight.append(self._runnable[0])
+        while self._runnable:
+            job = self._runnable[0]
+            # It has a serial if an interrupt came right after its append to the jobs in flight.
+            if not (job.serial or job.ticket.has_ended):
+                if self._reserve(job):
+                    # In this order, so that an interrupt in between does not lose the job.
+                    self._in_flight.append(job)
+                    self._runnable.popleft()
+                    return job
+                if not job.ticket.has_ended:
+                    return None
             self._runnable.popleft()
-            return self._in_flight[-1]
         return None
 
     def _launch(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
         """Queue a job, or more of it. Return False if its pace holds the rest back."""
         interrupt: BaseException | None = None
         try:
-            if job.serial == 0:
+            if not job.has_begun:
                 self._begin(job)
-            if not self._queue(job, in_a_hurry=in_a_hurry):
+            if job.error is None and not self._queue(job, in_a_hurry=in_a_hurry):
                 return False
         except BaseException as error:
             if isinstance(error, CudaError) and error.is_fatal:
@@ -329,6 +340,7 @@ class Lane:
                 self.runtime.record(event, place.stream)
             except BaseException as error:
                 # Try again: an event that is not recorded counts as reached, and so would the job.
+                # If this fails too, the next call tries again, because the job is not queued yet.
                 interrupt = interrupt if isinstance(error, Exception) else error
                 self.runtime.record(event, place.stream)
         job.is_queued = True
@@ -348,6 +360,8 @@ class Lane:
             job.is_paced = True
             if len(self._in_flight) == 1:
                 self._pace.restart()
+        # Last, because an interrupt can lose an error of the above. The next call finds it again.
+        job.has_begun = True
 
     def _queue(self, job: CudaJob, *, in_a_hurry: bool) -> bool:
         """Queue batches, which take turns through the places. Return whether all are queued."""
@@ -361,15 +375,15 @@ class Lane:
             batch = job.batches[number]
             if pace is not None and not pace.take(batch.num_bytes):
                 return False
-            if number < num_places:
-                after, place = event, self._places[0]
+            if number == len(job.places) < num_places:  # else it has one, also if tried again
+                job.places.append(self._places[0])
                 self._places.rotate(-1)
-                job.places.append(place)
+            place = job.places[number % num_places]
+            if number < num_places:
+                after = event
                 for other, written in job.earlier:
                     if other is not place:
                         self.runtime.wait(place.stream, written)
-            else:
-                place = job.places[number % num_places]
             is_last = number + num_places >= num_batches
             released = job.released[number % num_places] if is_last and job.is_staged else None
             job.queue(job, batch, place, after, released)

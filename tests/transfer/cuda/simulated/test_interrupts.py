@@ -5,22 +5,31 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
 import pytest
 from tests.interrupts import is_interrupted, lines_of
 from tests.sampled import IS_FULL, sampled
-from tests.transfer.cuda.simulated.test_mover import ILLEGAL_ADDRESS, Bench, bench, busy, paced
+from tests.transfer.cuda.simulated.test_mover import (
+    ILLEGAL_ADDRESS,
+    INVALID_VALUE,
+    Bench,
+    bench,
+    busy,
+    paced,
+)
 from tests.transfer.cuda.simulation import library
 
-from kvstow.transfer import Event, HostEvent, Ticket
+from kvstow.transfer import CudaError, Event, HostEvent, Ticket
 from kvstow.transfer.cuda import lane, runtime
 
 MOST_POLLS = 200
 # How often a line is interrupted, each time at its next turn.
 MOST_TIMES = 2 if IS_FULL else 1
 NUM_BLOCKS = 8
+OUT_OF_MEMORY = 2
 
 
 def each_interrupt(
@@ -189,3 +198,61 @@ def test_lost_device_fails_every_job_after_an_interrupt() -> None:
             assert all(have_ended)
             num_lost += 1
     assert num_lost > 10
+
+
+def test_interrupted_launch_of_a_failed_event_moves_no_bytes() -> None:
+    tickets: list[Ticket] = []
+
+    def fail(setup: Bench) -> None:
+        tickets.clear()
+        filled = HostEvent()
+        tickets.append(setup.mover.store([1], [0], after=filled))
+        filled.set(ValueError("the step has crashed"))
+
+    num_failed = 0
+    for setup in each_interrupt(fail):
+        drain(setup)
+        assert not setup.arena.slots[0].any()
+        for ticket in tickets:
+            if ticket.poll():
+                assert ticket.error is not None
+                num_failed += 1
+    assert num_failed > 10
+
+
+def test_interrupted_launch_of_a_refused_job_ends_after_its_queued_work() -> None:
+    tickets: list[Ticket] = []
+
+    def end() -> None:
+        for ticket in tickets:
+            while not ticket.poll():
+                assert library.step() or ticket.poll() or library.step(), "the device is idle"
+
+    def refuse(setup: Bench) -> None:
+        tickets.clear()
+        for block in (1, 2):  # there is no room for the sums of both
+            tickets.append(setup.mover.store([block], [0], after=setup.after()))
+        library.fail("cudaMemcpyAsync", INVALID_VALUE)
+        end()
+
+    num_ended = 0
+    for _ in each_interrupt(refuse, verify=True, num_slots=1):
+        if len(tickets) == 2:
+            end()
+            assert not library.step(), "a job has ended, but its work is still queued"
+            num_ended += 1
+    assert num_ended > 10
+
+
+def test_lane_works_on_after_an_interrupted_refusal_of_events() -> None:
+    def refuse(setup: Bench) -> None:
+        after = setup.after()
+        library.fail("cudaEventCreateWithFlags", OUT_OF_MEMORY)
+        setup.mover.store([1], [0], after=after)
+
+    for setup in each_interrupt(refuse):
+        with suppress(CudaError):  # if the interrupt came before the refusal
+            setup.runtime.event()
+        drain(setup)
+        setup.land(setup.mover.store([2], [0], after=setup.after()))
+        assert np.array_equal(setup.arena.slots[0], setup.block(2))

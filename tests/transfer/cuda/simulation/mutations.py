@@ -53,8 +53,8 @@ MUTATIONS: dict[str, tuple[ModuleType, str, str]] = {
     ),
     "only the first place waits for compute": (
         lane,
-        "after, place = event, self._places[0]",
-        "after, place = event if number == 0 else None, self._places[0]",
+        "after = event\n",
+        "after = event if number == 0 else None\n",
     ),
     "jobs do not wait for earlier writers": (
         lane,
