@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Final
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
@@ -15,11 +16,14 @@ from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, HostTicket, failure
 
+_CANCELLED: Final = "the call that submits the transfer was interrupted; nothing was copied"
+
 
 @dataclass(slots=True, eq=False)
 class _Job(OrderedJob):
     work: Callable[[], None]
     ticket: HostTicket
+    is_cancelled: bool = False
 
 
 class HostQueue:
@@ -72,6 +76,9 @@ class HostQueue:
     ) -> HostTicket:
         """Queue a job, or carry it out at once; a job without targets has ended already.
 
+        If an interrupt is raised, the job does not run later. If the thread has begun it, the
+        interrupt is raised after its end.
+
         Args:
             work: is called once `after` has happened. If it raises, the transfer has failed. It
                 refers to the mover, so a mover that the caller drops still carries it out.
@@ -89,24 +96,29 @@ class HostQueue:
         job = _Job(targets, after, work, ticket)
 
         def ready() -> None:
-            with self._lock:
-                self._wakes.put(None)
-                self._queue += self._order.release(job)
+            self._release(job)
 
         job.watch(ready)  # before the job is queued, in case the event refuses the callback
-        with self._lock:
-            if self._closing:
-                raise StateError("this mover is closed; build a new one")
-            if not self._order.enter(job):
-                return ticket
-            if is_brief and not self._queue and self._under_way is None:
-                error = _carry_out(job)
-                ticket.end(error)
-                if error is not None and not isinstance(error.__cause__, Exception | None):
-                    raise error.__cause__  # an interrupt of this thread
-            else:
-                self._wakes.put(None)
-                self._queue.append(job)
+        try:
+            with self._lock:
+                if self._closing:
+                    raise StateError("this mover is closed; build a new one")
+                if not self._order.enter(job):
+                    return ticket
+                if is_brief and not self._queue and self._under_way is None:
+                    error = _carry_out(job)
+                    ticket.end(error)
+                    if error is not None and not isinstance(error.__cause__, Exception | None):
+                        raise error.__cause__  # an interrupt of this thread
+                else:
+                    self._wakes.put(None)
+                    self._queue.append(job)
+        except BaseException:
+            # The exit of the lock raises most of these, when the job is queued already. No call
+            # comes before the assignment, so no other interrupt prevents it.
+            job.is_cancelled = True
+            self._end_cancelled(job)
+            raise
         return ticket
 
     def stop(self) -> None:
@@ -137,9 +149,31 @@ class HostQueue:
         if not self._last_job.poll():
             self._last_job.end(None)
 
+    def _release(self, job: _Job) -> None:
+        """Queue the jobs that may run now that the event of `job` has happened."""
+        with self._lock:
+            self._wakes.put(None)
+            self._queue += self._order.release(job)
+
+    def _end_cancelled(self, job: _Job) -> None:
+        """Let a cancelled job end. If the thread has begun it, wait for its end."""
+        # The thread sets `_under_way` before it asks whether the job is cancelled. So it skips the
+        # job unless the job is under way here.
+        while self._under_way is job and not job.ticket.poll():
+            try:
+                job.ticket.wait()
+            except BaseException:
+                # Its end, or another interrupt: the caller may reuse the blocks after this call.
+                continue
+        if job.turn is not None:
+            self._release(job)  # its event may never happen, and would hold up later jobs
+
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            job.ticket.end(_carry_out(job))
+            if job.is_cancelled:
+                job.ticket.end(TransferError(_CANCELLED))
+            else:
+                job.ticket.end(_carry_out(job))
             # Dropped before the wait for the next job, because the index arrays can be large.
             del job
         self._last_job.end(None)

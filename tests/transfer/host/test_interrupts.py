@@ -1,0 +1,120 @@
+"""Interrupts such as Ctrl-C: the host mover loses no job, and runs none whose call raised."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import pytest
+from tests.transfer.host.memory import LONG_S, Held, Setup
+
+from kvstow.transfer import READY, Event, HostEvent
+from kvstow.transfer.host import mover as host_mover
+
+
+class InterruptedLock:
+    """A lock whose next exit is interrupted: the lock is free, and then the exit raises."""
+
+    def __init__(self, before_interrupt: Callable[[], object]) -> None:
+        self._lock = threading.RLock()
+        self._owner = threading.get_ident()
+        self._before_interrupt: Callable[[], object] | None = before_interrupt
+
+    def __enter__(self) -> Self:
+        self._lock.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+        act = self._before_interrupt
+        if act is not None and threading.get_ident() == self._owner:
+            self._before_interrupt = None
+            act()
+            raise KeyboardInterrupt
+
+
+def submit_and_interrupt(
+    setup: Setup, direction: str, after: Event, before_interrupt: Callable[[], object]
+) -> None:
+    """Submit block 1 and slot 2, and interrupt the call when the job is queued."""
+    mover = setup.mover
+    queue = mover._stores if direction == "store" else mover._loads
+    queue._lock = InterruptedLock(before_interrupt)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        if direction == "store":
+            mover.store([1], [2], after=after)
+        else:
+            mover.load([2], [1], after=after)
+
+
+def end_all(setup: Setup) -> None:
+    """Carry out a job of each direction after all others."""
+    setup.mover.store([7], [5], after=READY).wait(LONG_S)
+    setup.mover.load([4], [7], after=READY).wait(LONG_S)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_interrupted_call_leaves_no_job_that_waits_for_its_event(
+    setup: Setup, direction: str
+) -> None:
+    before, event = setup.snapshot(), HostEvent()
+    submit_and_interrupt(setup, direction, event, lambda: None)
+    event.set()
+    setup.mover.close()
+    assert setup.unchanged(before)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_interrupted_call_leaves_no_queued_job(
+    setup: Setup, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mover, "_BRIEF_BYTES", 0)
+    held = Held()
+    # The thread is busy with another job, so the interrupted one stays in the queue.
+    if direction == "store":
+        busy = setup.mover.store([3], [3], after=held)
+    else:
+        busy = setup.mover.load([3], [3], after=held)
+    assert held.reached.wait(LONG_S)
+    block, slot = setup.block(1), setup.arena.slots[2].copy()
+    submit_and_interrupt(setup, direction, READY, lambda: None)
+    held.go.set()
+    busy.wait(LONG_S)
+    end_all(setup)
+    assert np.array_equal(setup.block(1), block)
+    assert np.array_equal(setup.arena.slots[2], slot)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_interrupt_is_raised_after_the_end_of_a_job_that_has_begun(
+    setup: Setup, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_mover, "_BRIEF_BYTES", 0)
+    held = Held()
+
+    def begin() -> None:
+        assert held.reached.wait(LONG_S)
+        threading.Timer(0.2, held.go.set).start()
+
+    submit_and_interrupt(setup, direction, held, begin)
+    assert held.go.is_set(), "the call raised while the job was under way"
+    assert np.array_equal(setup.block(1), setup.arena.slots[2])
+    for region in setup.device:
+        region[1] += 1
+    before = setup.snapshot()
+    setup.mover.close()
+    assert setup.unchanged(before)
+
+
+def test_interrupted_call_does_not_hold_up_later_jobs_of_its_slot(setup: Setup) -> None:
+    submit_and_interrupt(setup, "store", HostEvent(), lambda: None)  # never happens
+    setup.mover.store([3], [2], after=READY).wait(LONG_S)
+    assert np.array_equal(setup.arena.slots[2], setup.block(3))
