@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
 import pytest
+from tests.interrupts import is_interrupted
 from tests.transfer.host.memory import LONG_S, Held, Setup
 
-from kvstow.transfer import READY, Event, HostEvent
+from kvstow.transfer import READY, Event, HostEvent, Ticket, order
 from kvstow.transfer.host import mover as host_mover
+
+SOURCES = str(Path(order.__file__).parent)
 
 
 class InterruptedLock:
@@ -118,3 +122,54 @@ def test_interrupted_call_does_not_hold_up_later_jobs_of_its_slot(setup: Setup) 
     submit_and_interrupt(setup, "store", HostEvent(), lambda: None)  # never happens
     setup.mover.store([3], [2], after=READY).wait(LONG_S)
     assert np.array_equal(setup.arena.slots[2], setup.block(3))
+
+
+def close(setup: Setup) -> None:
+    closing = threading.Thread(target=setup.mover.close, daemon=True)
+    closing.start()
+    closing.join(LONG_S)
+    assert not closing.is_alive(), "close hangs"
+
+
+def test_close_ends_every_job_after_an_interrupted_set() -> None:
+    num_lines = 0
+    for line in range(1, 1000):
+        setup, event = Setup(num_blocks=8, num_slots=6, block_bytes=8, num_regions=1), HostEvent()
+        tickets = [setup.mover.store([1], [0], after=event)]
+        tickets += [setup.mover.store([2 + at], [at], after=READY) for at in (0, 0, 0)]
+        tickets += [setup.mover.store([5, 6], [0, 1], after=READY)]
+        # An interrupt right before the exit of a lock, which only a tracer raises, would hold it.
+        was_interrupted = is_interrupted(event.set, line, SOURCES, skipped=("with self._lock",))
+        close(setup)
+        num_ended = sum(ticket.poll() for ticket in tickets)
+        assert num_ended == len(tickets), f"interrupted at line {line}"
+        if not was_interrupted:
+            assert all(ticket.error is None for ticket in tickets)
+            break
+        num_lines += 1
+    assert num_lines > 5
+
+
+def test_interrupted_call_changes_no_order_and_loses_no_job() -> None:
+    num_lines = 0
+    for line in range(1, 1000):
+        setup, event = Setup(num_blocks=8, num_slots=6, block_bytes=8, num_regions=1), HostEvent()
+        mover = setup.mover
+        earlier: list[Ticket] = [mover.store([1 + at], [at], after=event) for at in range(3)]
+
+        def call(setup: Setup = setup) -> None:
+            setup.mover.store([4, 5, 6], [0, 1, 2], after=READY)
+
+        was_interrupted = is_interrupted(call, line, order.__file__)
+        later = mover.store([7, 6], [0, 1], after=READY)
+        assert not later.poll()
+        event.set()
+        later.wait(LONG_S)
+        assert all(ticket.poll() for ticket in earlier), f"interrupted at line {line}"
+        assert np.array_equal(setup.arena.slots[:2], [setup.block(7), setup.block(6)])
+        if not was_interrupted:
+            break
+        assert np.array_equal(setup.arena.slots[2], setup.block(3)), "an interrupted job ran"
+        close(setup)
+        num_lines += 1
+    assert num_lines > 10

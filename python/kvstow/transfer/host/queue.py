@@ -45,8 +45,11 @@ class HostQueue:
         self._lock = threading.RLock()
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._order: JobOrder[_Job] = JobOrder(num_targets)
+        self._ready: deque[_Job] = deque()  # whose event has happened, for the thread
         self._queue: deque[_Job] = deque()
         self._under_way: _Job | None = None
+        # Each job that is neither ended nor brief. Interrupts and forks lose none of these.
+        self._unended: dict[_Job, None] = {}
         self._closing = False
         # A daemon, because the interpreter joins other threads before it stops the queues at exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -96,7 +99,7 @@ class HostQueue:
         job = _Job(targets, after, work, ticket)
 
         def ready() -> None:
-            self._release(job)
+            self._report_ready(job)
 
         job.watch(ready)  # before the job is queued, in case the event refuses the callback
         try:
@@ -104,6 +107,7 @@ class HostQueue:
                 if self._closing:
                     raise StateError("this mover is closed; build a new one")
                 if not self._order.enter(job):
+                    self._unended[job] = None
                     return ticket
                 if is_brief and not self._queue and self._under_way is None:
                     error = _carry_out(job)
@@ -112,6 +116,7 @@ class HostQueue:
                         raise error.__cause__  # an interrupt of this thread
                 else:
                     self._wakes.put(None)
+                    self._unended[job] = None
                     self._queue.append(job)
         except BaseException:
             # The exit of the lock raises most of these, when the job is queued already. No call
@@ -139,9 +144,9 @@ class HostQueue:
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
         self._wakes = SimpleQueue()
         self._closing = True
-        jobs = [*self._order.abandon(), *self._queue]
-        if self._under_way is not None:
-            jobs.append(self._under_way)
+        jobs, self._unended = self._unended, {}
+        self._order.abandon()
+        self._ready.clear()
         self._queue.clear()
         for job in jobs:
             if not job.ticket.poll():
@@ -149,11 +154,15 @@ class HostQueue:
         if not self._last_job.poll():
             self._last_job.end(None)
 
-    def _release(self, job: _Job) -> None:
-        """Queue the jobs that may run now that the event of `job` has happened."""
-        with self._lock:
+    def _report_ready(self, job: _Job) -> None:
+        """Let the thread queue the jobs that may run now that the event of `job` has happened.
+
+        The thread does it because an interrupt comes to the main thread only. On that thread it
+        could divide the change of the order.
+        """
+        if not job.ticket.poll():  # otherwise the thread may have ended
+            self._ready.append(job)
             self._wakes.put(None)
-            self._queue += self._order.release(job)
 
     def _end_cancelled(self, job: _Job) -> None:
         """Let a cancelled job end. If the thread has begun it, wait for its end."""
@@ -166,7 +175,7 @@ class HostQueue:
                 # Its end, or another interrupt: the caller may reuse the blocks after this call.
                 continue
         if job.turn is not None:
-            self._release(job)  # its event may never happen, and would hold up later jobs
+            self._report_ready(job)  # its event may never happen, and would hold up later jobs
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
@@ -175,24 +184,24 @@ class HostQueue:
             else:
                 job.ticket.end(_carry_out(job))
             # Dropped before the wait for the next job, because the index arrays can be large.
+            self._unended.pop(job, None)
             del job
+        self._order.abandon()
+        for job in self._unended:
+            job.ticket.end(TransferError(NOT_BEGUN))
+        self._unended.clear()
         self._last_job.end(None)
 
     def _next(self) -> _Job | None:
-        """Wait for a job that may run. When closing, fail the jobs that wait and return None."""
-        abandoned = None
-        while abandoned is None:
+        """Wait for a job that may run. When closing, return None if there is none."""
+        while True:
             with self._lock:
+                while self._ready:
+                    self._queue += self._order.release(self._ready.popleft())
                 self._under_way = self._queue.popleft() if self._queue else None
-                if self._under_way is not None:
+                if self._under_way is not None or self._closing:
                     return self._under_way
-                if self._closing:
-                    abandoned = self._order.abandon()
-            if abandoned is None:
-                self._wakes.get()
-        for job in abandoned:
-            job.ticket.end(TransferError(NOT_BEGUN))
-        return None
+            self._wakes.get()
 
 
 class QueuedMover(Mover):
