@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -96,6 +97,20 @@ def test_interrupt_of_a_brief_job_is_raised_to_its_submitter(setup: Setup) -> No
             ticket.wait(LONG_S)
     setup.mover.store([1], [2], after=READY).wait(LONG_S)
     assert np.array_equal(setup.arena.slots[2], setup.block(1))
+
+
+@pytest.mark.parametrize("brief_bytes", [0, 1 << 18])
+def test_interrupt_of_another_thread_is_reported_by_the_ticket_only(
+    setup: Setup, brief_bytes: int
+) -> None:
+    exited: Future[None] = Future()
+    exited.set_exception(SystemExit(3))
+    before = setup.snapshot()
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", brief_bytes):
+        ticket = setup.mover.store([1], [2], after=HostEvent.of(exited))
+    with pytest.raises(TransferError, match=r"SystemExit\(3\)"):
+        ticket.wait(LONG_S)
+    assert setup.unchanged(before)
 
 
 def test_late_transfer_has_not_failed(setup: Setup) -> None:

@@ -110,10 +110,9 @@ class HostQueue:
                     self._unended[job] = None
                     return ticket
                 if is_brief and not self._queue and self._under_way is None:
-                    error = _carry_out(job)
-                    ticket.end(error)
-                    if error is not None and not isinstance(error.__cause__, Exception | None):
-                        raise error.__cause__  # an interrupt of this thread
+                    interrupt = _carry_out(job)
+                    if interrupt is not None:
+                        raise interrupt
                 else:
                     self._wakes.put(None)
                     self._unended[job] = None
@@ -182,7 +181,7 @@ class HostQueue:
             if job.is_cancelled:
                 job.ticket.end(TransferError(_CANCELLED))
             else:
-                job.ticket.end(_carry_out(job))
+                _carry_out(job)
             # Dropped before the wait for the next job, because the index arrays can be large.
             self._unended.pop(job, None)
             del job
@@ -242,11 +241,17 @@ def _stop(queues: Sequence[HostQueue]) -> None:
         queue.join()
 
 
-def _carry_out(job: _Job) -> TransferError | None:
-    """Run a job's work. Whatever it raises ends the job, not the thread."""
+def _carry_out(job: _Job) -> BaseException | None:
+    """Run a job's work and end its ticket. Whatever it raises ends the job, not the thread.
+
+    Returns:
+        What interrupted this thread. None if the event reports the interrupt of another thread.
+    """
     try:
         job.after.wait()
         job.work()
     except BaseException as error:
-        return failure(error)
+        job.ticket.end(failure(error))
+        return None if isinstance(error, Exception) else error
+    job.ticket.end(None)
     return None
