@@ -145,7 +145,12 @@ def failure(error: BaseException) -> TransferError:
     """Return the `TransferError` of a transfer that `error` ended."""
     if isinstance(error, TransferError):
         return error
-    failed = TransferError(f"the transfer failed ({error!r}); the destination is undefined")
+    try:
+        reason = f"{error!r}"
+    except BaseException:
+        # The error's own code. If it raised here, the transfer and all later ones would never end.
+        reason = f"{type(error).__name__}, whose __repr__ raises"
+    failed = TransferError(f"the transfer failed ({reason}); the destination is undefined")
     failed.__cause__ = error
     return failed
 

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 import pytest
 from tests.interrupts import is_interrupted
-from tests.transfer.host.memory import LONG_S, Held, Setup
+from tests.transfer.host.memory import LONG_S, Held, Setup, close_in_time
 
 from kvstow.transfer import READY, Event, HostEvent, Ticket, order
 from kvstow.transfer.host import mover as host_mover
@@ -124,13 +124,6 @@ def test_interrupted_call_does_not_hold_up_later_jobs_of_its_slot(setup: Setup) 
     assert np.array_equal(setup.arena.slots[2], setup.block(3))
 
 
-def close(setup: Setup) -> None:
-    closing = threading.Thread(target=setup.mover.close, daemon=True)
-    closing.start()
-    closing.join(LONG_S)
-    assert not closing.is_alive(), "close hangs"
-
-
 def test_close_ends_every_job_after_an_interrupted_set() -> None:
     num_lines = 0
     for line in range(1, 1000):
@@ -140,7 +133,7 @@ def test_close_ends_every_job_after_an_interrupted_set() -> None:
         tickets += [setup.mover.store([5, 6], [0, 1], after=READY)]
         # An interrupt right before the exit of a lock, which only a tracer raises, would hold it.
         was_interrupted = is_interrupted(event.set, line, SOURCES, skipped=("with self._lock",))
-        close(setup)
+        close_in_time(setup)
         num_ended = sum(ticket.poll() for ticket in tickets)
         assert num_ended == len(tickets), f"interrupted at line {line}"
         if not was_interrupted:
@@ -170,6 +163,6 @@ def test_interrupted_call_changes_no_order_and_loses_no_job() -> None:
         if not was_interrupted:
             break
         assert np.array_equal(setup.arena.slots[2], setup.block(3)), "an interrupted job ran"
-        close(setup)
+        close_in_time(setup)
         num_lines += 1
     assert num_lines > 10
