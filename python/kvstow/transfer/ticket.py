@@ -93,10 +93,15 @@ class Ticket(ABC):
 
 
 class HostTicket(Ticket):
-    """A ticket that the thread which makes the copy ends."""
+    """A ticket that the thread which makes the copy ends.
+
+    Attributes:
+        is_cancelled: whether the call that submits the transfer was interrupted.
+    """
 
     def __init__(self) -> None:
         """Begin under way."""
+        self.is_cancelled = False
         self._has_ended = False
         self._error: TransferError | None = None
         # Each waiter has its own lock, so an interrupted waiter takes nothing from the others.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -11,9 +12,9 @@ from typing import Self
 import numpy as np
 import pytest
 from tests.interrupts import is_interrupted
-from tests.transfer.host.memory import LONG_S, Held, Setup, close_in_time
+from tests.transfer.host.memory import LONG_S, SHORT_S, Held, Setup, close_in_time
 
-from kvstow.transfer import READY, Event, HostEvent, Ticket, order
+from kvstow.transfer import READY, Event, HostEvent, HostMover, ProvingMover, Ticket, order
 from kvstow.transfer.host import mover as host_mover
 
 SOURCES = str(Path(order.__file__).parent)
@@ -116,6 +117,28 @@ def test_interrupt_is_raised_after_the_end_of_a_job_that_has_begun(
     before = setup.snapshot()
     setup.mover.close()
     assert setup.unchanged(before)
+
+
+def test_interrupted_load_of_a_slot_under_proof_does_not_run_later(setup: Setup) -> None:
+    setup.arena.checksums[:] = setup.arena.compute_checksums(np.arange(6))
+    setup.arena.unproven = np.ones(6, bool)
+    before, event = setup.snapshot(), HostEvent()
+    with ProvingMover(setup.mover) as mover:
+
+        def prove() -> None:
+            end_s = time.monotonic() + LONG_S
+            while mover._unproven[2] and time.monotonic() < end_s:
+                time.sleep(SHORT_S)
+            time.sleep(SHORT_S)  # for a load that should not be submitted
+
+        mover._proofs._lock = InterruptedLock(prove)  # type: ignore[assignment]
+        with pytest.raises(KeyboardInterrupt):
+            mover.load([2], [1], after=event)
+        event.set()
+    assert setup.unchanged(before)
+    with ProvingMover(HostMover(setup.layout, setup.arena)) as mover:
+        mover.load([2], [1], after=READY).wait(LONG_S)
+    assert np.array_equal(setup.block(1), setup.arena.slots[2])
 
 
 def test_interrupted_call_does_not_hold_up_later_jobs_of_its_slot(setup: Setup) -> None:

@@ -16,14 +16,13 @@ from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, HostTicket, failure
 
-_CANCELLED: Final = "the call that submits the transfer was interrupted; nothing was copied"
+CANCELLED: Final = "the call that submits the transfer was interrupted; nothing was copied"
 
 
 @dataclass(slots=True, eq=False)
 class _Job(OrderedJob):
     work: Callable[[], None]
     ticket: HostTicket
-    is_cancelled: bool = False
 
 
 class HostQueue:
@@ -75,7 +74,13 @@ class HostQueue:
         self._is_started = True
 
     def submit(
-        self, work: Callable[[], None], targets: Index, after: Event, *, is_brief: bool = False
+        self,
+        work: Callable[[], None],
+        targets: Index,
+        after: Event,
+        *,
+        is_brief: bool = False,
+        ticket: HostTicket | None = None,
     ) -> HostTicket:
         """Queue a job, or carry it out at once; a job without targets has ended already.
 
@@ -88,11 +93,12 @@ class HostQueue:
             targets: the slots or blocks that it writes to.
             after: the event that it waits for.
             is_brief: whether it takes less time than to wake the thread.
+            ticket: a new ticket for the job, if `work` must ask whether it is cancelled.
 
         Raises:
             StateError: the queue was stopped.
         """
-        ticket = HostTicket()
+        ticket = HostTicket() if ticket is None else ticket
         if not len(targets):
             ticket.end(None)
             return ticket
@@ -120,7 +126,7 @@ class HostQueue:
         except BaseException:
             # The exit of the lock raises most of these, when the job is queued already. No call
             # comes before the assignment, so no other interrupt prevents it.
-            job.is_cancelled = True
+            ticket.is_cancelled = True
             self._end_cancelled(job)
             raise
         return ticket
@@ -178,8 +184,8 @@ class HostQueue:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            if job.is_cancelled:
-                job.ticket.end(TransferError(_CANCELLED))
+            if job.ticket.is_cancelled:
+                job.ticket.end(TransferError(CANCELLED))
             else:
                 _carry_out(job)
             # Dropped before the wait for the next job, because the index arrays can be large.
