@@ -94,10 +94,13 @@ class JobOrder(Generic[J]):
             return True
         self._num_serials += 1
         job.turn = Turn(self._num_serials, len(earlier))
+        # An interrupt may end this at any line. Before the job waits, only followers know it, and
+        # `release` passes over it. Once it waits, each earlier job knows it, and it cannot be lost.
+        # A later job that finds its serial finds it waiting, so none overtakes the earlier jobs.
         for turn in earlier:
             turn.followers.append(job.turn.serial)
-        self._last[job.targets] = job.turn.serial
         self._waiting[job.turn.serial] = job, job.turn
+        self._last[job.targets] = job.turn.serial
         return False
 
     def release(self, job: J) -> list[J]:
@@ -114,8 +117,9 @@ class JobOrder(Generic[J]):
                 del self._waiting[serial]
                 released.append(candidate)
                 for follower in turn.followers:
-                    self._waiting[follower][1].num_before -= 1
-                    candidates.append(follower)
+                    if follower in self._waiting:  # not so if an interrupt ended its `enter`
+                        self._waiting[follower][1].num_before -= 1
+                        candidates.append(follower)
         return released
 
     def abandon(self) -> list[J]:

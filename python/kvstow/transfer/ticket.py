@@ -93,10 +93,15 @@ class Ticket(ABC):
 
 
 class HostTicket(Ticket):
-    """A ticket that the thread which makes the copy ends."""
+    """A ticket that the thread which makes the copy ends.
+
+    Attributes:
+        is_cancelled: whether the call that submits the transfer was interrupted.
+    """
 
     def __init__(self) -> None:
         """Begin under way."""
+        self.is_cancelled = False
         self._has_ended = False
         self._error: TransferError | None = None
         # Each waiter has its own lock, so an interrupted waiter takes nothing from the others.
@@ -145,7 +150,12 @@ def failure(error: BaseException) -> TransferError:
     """Return the `TransferError` of a transfer that `error` ended."""
     if isinstance(error, TransferError):
         return error
-    failed = TransferError(f"the transfer failed ({error!r}); the destination is undefined")
+    try:
+        reason = f"{error!r}"
+    except BaseException:
+        # The error's own code. If it raised here, the transfer and all later ones would never end.
+        reason = f"{type(error).__name__}, whose __repr__ raises"
+    failed = TransferError(f"the transfer failed ({reason}); the destination is undefined")
     failed.__cause__ = error
     return failed
 

@@ -23,9 +23,11 @@ from kvstow._core import ConfigError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.host.mover import HostMover
-from kvstow.transfer.host.queue import HostQueue, QueuedMover
+from kvstow.transfer.host.queue import CANCELLED, HostQueue, QueuedMover
 from kvstow.transfer.mover import READY, Direction, Event, Index, Mover
 from kvstow.transfer.ticket import HostTicket, Ticket, find_damage
+
+_ACCEPTANCE_S = 1e-4  # between two looks whether the caller has its ticket; few proofs need one
 
 
 class _WrappingMover(QueuedMover):
@@ -129,16 +131,23 @@ class ProvingMover(_WrappingMover):
         if not len(unproven) and (self._last_proof is None or self._last_proof.poll()):
             return self._mover.load(host_slots, block_ids, after=after)
         ticket = _ProvenTicket()
+        proof = ticket.proof = HostTicket()
 
         def prove_and_load() -> None:
             _compare(self.arena, unproven, "what the snapshot says", "; the file is damaged")
             for slot in unproven.tolist():
                 self._sum_up(slot)
             self._unproven[unproven] = False
+            # If the caller's thread is interrupted before it has the ticket, nothing may load.
+            while not ticket.is_accepted:
+                if proof.is_cancelled:
+                    raise TransferError(CANCELLED)
+                time.sleep(_ACCEPTANCE_S)
             # Does not wait: the event may be far off, and must not hold up the next load.
             ticket.copy = self._mover.load(host_slots, block_ids, after=after)
 
-        self._last_proof = ticket.proof = self._proofs.submit(prove_and_load, block_ids, READY)
+        self._last_proof = self._proofs.submit(prove_and_load, block_ids, READY, ticket=proof)
+        ticket.is_accepted = True  # no call follows, so no interrupt does
         return ticket
 
     def _sum_up(self, slot: int) -> None:
@@ -198,9 +207,11 @@ class _ProvenTicket(Ticket):
     Attributes:
         proof: ends when the load is submitted, or when a slot is damaged.
         copy: the ticket of the submitted load; None before, and if a slot is damaged.
+        is_accepted: whether the caller gets this ticket.
     """
 
     proof: HostTicket
+    is_accepted: bool = False
     copy: Ticket | None = None
 
     def poll(self) -> bool:

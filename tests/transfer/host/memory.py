@@ -45,6 +45,14 @@ class Setup:
         return np.array_equal(device, self.device) and np.array_equal(slots, self.arena.slots)
 
 
+def close_in_time(setup: Setup) -> None:
+    """Close the mover on another thread, so that a close that hangs fails the test."""
+    closing = threading.Thread(target=setup.mover.close, daemon=True)
+    closing.start()
+    closing.join(LONG_S)
+    assert not closing.is_alive(), "close hangs"
+
+
 class Observed:
     """An event that has happened. It records whether and in which thread `wait` was called."""
 

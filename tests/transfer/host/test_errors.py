@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from tests.transfer.host.memory import LONG_S, Observed, Setup
+from tests.transfer.host.memory import LONG_S, Observed, Setup, close_in_time
 
 from kvstow._core import ConfigError, InvalidBlock, KvstowError, TransferError
 from kvstow.transfer import (
@@ -96,6 +97,46 @@ def test_interrupt_of_a_brief_job_is_raised_to_its_submitter(setup: Setup) -> No
             ticket.wait(LONG_S)
     setup.mover.store([1], [2], after=READY).wait(LONG_S)
     assert np.array_equal(setup.arena.slots[2], setup.block(1))
+
+
+@pytest.mark.parametrize("brief_bytes", [0, 1 << 18])
+def test_interrupt_of_another_thread_is_reported_by_the_ticket_only(
+    setup: Setup, brief_bytes: int
+) -> None:
+    exited: Future[None] = Future()
+    exited.set_exception(SystemExit(3))
+    before = setup.snapshot()
+    with mock.patch.object(host_mover, "_BRIEF_BYTES", brief_bytes):
+        ticket = setup.mover.store([1], [2], after=HostEvent.of(exited))
+    with pytest.raises(TransferError, match=r"SystemExit\(3\)"):
+        ticket.wait(LONG_S)
+    assert setup.unchanged(before)
+
+
+@pytest.mark.parametrize("raised", [AttributeError, SystemExit])
+@pytest.mark.parametrize("brief_bytes", [0, 1 << 18])
+def test_error_without_a_repr_fails_only_its_job(
+    brief_bytes: int, raised: type[BaseException]
+) -> None:
+    class Unprintable(Exception):
+        def __repr__(self) -> str:
+            raise raised
+
+    class Failed(Observed):
+        def wait(self) -> None:
+            raise Unprintable
+
+    setup = Setup(num_blocks=8, num_slots=6, block_bytes=24, num_regions=3)
+    try:
+        with mock.patch.object(host_mover, "_BRIEF_BYTES", brief_bytes):
+            failed = setup.mover.store([1], [2], after=Failed())
+            later = setup.mover.store([3], [4], after=READY)
+        with pytest.raises(TransferError, match="Unprintable, whose __repr__ raises") as error:
+            failed.wait(LONG_S)
+        assert isinstance(error.value.__cause__, Unprintable)
+        later.wait(LONG_S)
+    finally:
+        close_in_time(setup)
 
 
 def test_late_transfer_has_not_failed(setup: Setup) -> None:

@@ -8,12 +8,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Final
 
 from kvstow._core import StateError, TransferError
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
 from kvstow.transfer.mover import Event, Index, Mover
 from kvstow.transfer.order import JobOrder, OrderedJob
 from kvstow.transfer.ticket import NOT_BEGUN, HostTicket, failure
+
+CANCELLED: Final = "the call that submits the transfer was interrupted; nothing was copied"
 
 
 @dataclass(slots=True, eq=False)
@@ -41,8 +44,11 @@ class HostQueue:
         self._lock = threading.RLock()
         self._wakes: SimpleQueue[None] = SimpleQueue()
         self._order: JobOrder[_Job] = JobOrder(num_targets)
+        self._ready: deque[_Job] = deque()  # whose event has happened, for the thread
         self._queue: deque[_Job] = deque()
         self._under_way: _Job | None = None
+        # Each job that is neither ended nor brief. Interrupts and forks lose none of these.
+        self._unended: dict[_Job, None] = {}
         self._closing = False
         # A daemon, because the interpreter joins other threads before it stops the queues at exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -68,9 +74,18 @@ class HostQueue:
         self._is_started = True
 
     def submit(
-        self, work: Callable[[], None], targets: Index, after: Event, *, is_brief: bool = False
+        self,
+        work: Callable[[], None],
+        targets: Index,
+        after: Event,
+        *,
+        is_brief: bool = False,
+        ticket: HostTicket | None = None,
     ) -> HostTicket:
         """Queue a job, or carry it out at once; a job without targets has ended already.
+
+        If an interrupt is raised, the job does not run later. If the thread has begun it, the
+        interrupt is raised after its end.
 
         Args:
             work: is called once `after` has happened. If it raises, the transfer has failed. It
@@ -78,35 +93,42 @@ class HostQueue:
             targets: the slots or blocks that it writes to.
             after: the event that it waits for.
             is_brief: whether it takes less time than to wake the thread.
+            ticket: a new ticket for the job, if `work` must ask whether it is cancelled.
 
         Raises:
             StateError: the queue was stopped.
         """
-        ticket = HostTicket()
+        ticket = HostTicket() if ticket is None else ticket
         if not len(targets):
             ticket.end(None)
             return ticket
         job = _Job(targets, after, work, ticket)
 
         def ready() -> None:
-            with self._lock:
-                self._wakes.put(None)
-                self._queue += self._order.release(job)
+            self._report_ready(job)
 
         job.watch(ready)  # before the job is queued, in case the event refuses the callback
-        with self._lock:
-            if self._closing:
-                raise StateError("this mover is closed; build a new one")
-            if not self._order.enter(job):
-                return ticket
-            if is_brief and not self._queue and self._under_way is None:
-                error = _carry_out(job)
-                ticket.end(error)
-                if error is not None and not isinstance(error.__cause__, Exception | None):
-                    raise error.__cause__  # an interrupt of this thread
-            else:
-                self._wakes.put(None)
-                self._queue.append(job)
+        try:
+            with self._lock:
+                if self._closing:
+                    raise StateError("this mover is closed; build a new one")
+                if not self._order.enter(job):
+                    self._unended[job] = None
+                    return ticket
+                if is_brief and not self._queue and self._under_way is None:
+                    interrupt = _carry_out(job)
+                    if interrupt is not None:
+                        raise interrupt
+                else:
+                    self._wakes.put(None)
+                    self._unended[job] = None
+                    self._queue.append(job)
+        except BaseException:
+            # The exit of the lock raises most of these, when the job is queued already. No call
+            # comes before the assignment, so no other interrupt prevents it.
+            ticket.is_cancelled = True
+            self._end_cancelled(job)
+            raise
         return ticket
 
     def stop(self) -> None:
@@ -127,9 +149,9 @@ class HostQueue:
         self._lock = threading.RLock()  # another thread of the parent may hold the old one
         self._wakes = SimpleQueue()
         self._closing = True
-        jobs = [*self._order.abandon(), *self._queue]
-        if self._under_way is not None:
-            jobs.append(self._under_way)
+        jobs, self._unended = self._unended, {}
+        self._order.abandon()
+        self._ready.clear()
         self._queue.clear()
         for job in jobs:
             if not job.ticket.poll():
@@ -137,28 +159,54 @@ class HostQueue:
         if not self._last_job.poll():
             self._last_job.end(None)
 
+    def _report_ready(self, job: _Job) -> None:
+        """Let the thread queue the jobs that may run now that the event of `job` has happened.
+
+        The thread does it because an interrupt comes to the main thread only. On that thread it
+        could divide the change of the order.
+        """
+        if not job.ticket.poll():  # otherwise the thread may have ended
+            self._ready.append(job)
+            self._wakes.put(None)
+
+    def _end_cancelled(self, job: _Job) -> None:
+        """Let a cancelled job end. If the thread has begun it, wait for its end."""
+        # The thread sets `_under_way` before it asks whether the job is cancelled. So it skips the
+        # job unless the job is under way here.
+        while self._under_way is job and not job.ticket.poll():
+            try:
+                job.ticket.wait()
+            except BaseException:
+                # Its end, or another interrupt: the caller may reuse the blocks after this call.
+                continue
+        if job.turn is not None:
+            self._report_ready(job)  # its event may never happen, and would hold up later jobs
+
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            job.ticket.end(_carry_out(job))
+            if job.ticket.is_cancelled:
+                job.ticket.end(TransferError(CANCELLED))
+            else:
+                _carry_out(job)
             # Dropped before the wait for the next job, because the index arrays can be large.
+            self._unended.pop(job, None)
             del job
+        self._order.abandon()
+        for job in self._unended:
+            job.ticket.end(TransferError(NOT_BEGUN))
+        self._unended.clear()
         self._last_job.end(None)
 
     def _next(self) -> _Job | None:
-        """Wait for a job that may run. When closing, fail the jobs that wait and return None."""
-        abandoned = None
-        while abandoned is None:
+        """Wait for a job that may run. When closing, return None if there is none."""
+        while True:
             with self._lock:
+                while self._ready:
+                    self._queue += self._order.release(self._ready.popleft())
                 self._under_way = self._queue.popleft() if self._queue else None
-                if self._under_way is not None:
+                if self._under_way is not None or self._closing:
                     return self._under_way
-                if self._closing:
-                    abandoned = self._order.abandon()
-            if abandoned is None:
-                self._wakes.get()
-        for job in abandoned:
-            job.ticket.end(TransferError(NOT_BEGUN))
-        return None
+            self._wakes.get()
 
 
 class QueuedMover(Mover):
@@ -199,11 +247,17 @@ def _stop(queues: Sequence[HostQueue]) -> None:
         queue.join()
 
 
-def _carry_out(job: _Job) -> TransferError | None:
-    """Run a job's work. Whatever it raises ends the job, not the thread."""
+def _carry_out(job: _Job) -> BaseException | None:
+    """Run a job's work and end its ticket. Whatever it raises ends the job, not the thread.
+
+    Returns:
+        What interrupted this thread. None if the event reports the interrupt of another thread.
+    """
     try:
         job.after.wait()
         job.work()
     except BaseException as error:
-        return failure(error)
+        job.ticket.end(failure(error))
+        return None if isinstance(error, Exception) else error
+    job.ticket.end(None)
     return None
