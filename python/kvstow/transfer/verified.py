@@ -146,8 +146,12 @@ class ProvingMover(_WrappingMover):
             # Does not wait: the event may be far off, and must not hold up the next load.
             ticket.copy = self._mover.load(host_slots, block_ids, after=after)
 
-        self._last_proof = self._proofs.submit(prove_and_load, block_ids, READY, ticket=proof)
-        ticket.is_accepted = True  # no call follows, so no interrupt does
+        try:
+            self._last_proof = self._proofs.submit(prove_and_load, block_ids, READY, ticket=proof)
+            ticket.is_accepted = True  # no call follows, so no interrupt does
+        except BaseException:  # an interrupt, also one that comes as `submit` returns
+            proof.is_cancelled = True
+            raise
         return ticket
 
     def _sum_up(self, slot: int) -> None:

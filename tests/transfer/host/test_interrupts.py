@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import pytest
@@ -139,6 +139,29 @@ def test_interrupted_load_of_a_slot_under_proof_does_not_run_later(setup: Setup)
     with ProvingMover(HostMover(setup.layout, setup.arena)) as mover:
         mover.load([2], [1], after=READY).wait(LONG_S)
     assert np.array_equal(setup.block(1), setup.arena.slots[2])
+
+
+def test_load_under_proof_that_is_interrupted_as_submit_returns_does_not_run(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.arena.checksums[:] = setup.arena.compute_checksums(np.arange(6))
+    setup.arena.unproven = np.ones(6, bool)
+    before = setup.block(1)
+    mover = ProvingMover(setup.mover)
+    submit = mover._proofs.submit
+
+    def submit_then_interrupt(*given: Any, **more: Any) -> None:
+        submit(*given, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as cut:
+        cut.setattr(mover._proofs, "submit", submit_then_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mover.load([2], [1], after=READY)
+    mover.load([3], [2], after=READY).wait(LONG_S)  # the proof before it has ended
+    assert np.array_equal(setup.block(2), setup.arena.slots[3])
+    assert np.array_equal(setup.block(1), before), "the interrupted load ran"
+    mover.close()
 
 
 def test_interrupted_call_does_not_hold_up_later_jobs_of_its_slot(setup: Setup) -> None:
