@@ -149,7 +149,7 @@ class CudaTicket(Ticket):
         while not self.poll():
             left_s = sleep_s if until_s is None else until_s - time.monotonic()
             if left_s <= 0:
-                raise late(timeout_s)
+                raise late(timeout_s) from self._lane.refusal
             time.sleep(min(sleep_s, left_s))
             sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
         if self._error is not None:
@@ -166,6 +166,7 @@ class Lane:
 
     Attributes:
         runtime: the device.
+        refusal: what CUDA answered to the last call, if it refused that.
     """
 
     def __init__(
@@ -179,8 +180,8 @@ class Lane:
             num_places: number of places.
             pace: of jobs that are submitted while the compute that they wait for still runs.
         """
-        self.runtime = runtime
-        self._pace = pace
+        self.runtime, self._pace = runtime, pace
+        self.refusal: CudaError | None = None
         streams = [runtime.stream() for _ in range(num_places)]
         self._spare_events: list[DeviceEvent] = []
         # Reentrant, because an event that has happened already calls back from within `submit`.
@@ -232,6 +233,7 @@ class Lane:
     def advance(self, *, in_a_hurry: bool = False) -> None:
         """End the jobs that the device has carried out, and launch those that may begin."""
         with self._lock:
+            self.refusal = None
             try:
                 if self.runtime.lost is not None:
                     raise self.runtime.lost
@@ -241,6 +243,7 @@ class Lane:
                         if not self._launch(job, in_a_hurry=in_a_hurry):
                             break
             except CudaError as error:
+                self.refusal = error
                 if error.is_fatal:  # otherwise ask again later: the device may still copy
                     self._lose(error)
 

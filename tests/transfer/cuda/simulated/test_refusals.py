@@ -10,7 +10,7 @@ import pytest
 from tests.transfer.cuda.simulated.test_mover import Bench, bench, run_all
 from tests.transfer.cuda.simulation import library
 
-from kvstow.transfer import CudaError, HostEvent
+from kvstow.transfer import CudaError, HostEvent, TransferTimeout
 
 OUT_OF_MEMORY = 2
 
@@ -74,7 +74,9 @@ def test_load_does_not_end_while_the_device_refuses(name: str) -> None:
         load = setup.mover.load([3], [5], after=after)
         assert not load.poll()
         run_all()
-        assert not load.poll()
+        with pytest.raises(TransferTimeout) as late:
+            load.wait(0.001)
+        assert f"{name} is refused" in str(late.value.__cause__)
         allow()
         setup.land(load)
         assert (setup.block(5) == 77).all()

@@ -90,24 +90,24 @@ def build(device: int) -> tuple[CudaMover, HostArena]:
     return CudaMover(layout, arena, link=link, path="packed", verify=True), arena
 
 
-def transfer(mover: CudaMover, arena: HostArena) -> None:
+def transfer(mover: CudaMover, arena: HostArena, wait_s: float) -> None:
     gpu = mover._runtime
     arena.slots[SLOTS] = 0
-    mover.store(IDS, SLOTS, after=CudaEvent.record(gpu.stream())).wait(60)
+    mover.store(IDS, SLOTS, after=CudaEvent.record(gpu.stream())).wait(wait_s)
     assert np.all(arena.slots[SLOTS] == 7 + gpu.device)
-    mover.load(SLOTS, IDS, after=CudaEvent.record(gpu.stream())).wait(60)
+    mover.load(SLOTS, IDS, after=CudaEvent.record(gpu.stream())).wait(wait_s)
 
 
-def in_new_thread(device: int, mover: CudaMover, arena: HostArena) -> None:
+def in_new_thread(device: int, mover: CudaMover, arena: HostArena, wait_s: float) -> None:
     """Transfer in a thread that has a device of its own, and in one that has none."""
 
     def with_own() -> None:
         cupy.cuda.runtime.setDevice(1 - device)
-        transfer(mover, arena)
+        transfer(mover, arena, wait_s)
         assert cupy.cuda.runtime.getDevice() == 1 - device, "the thread's device changed"
 
     def with_none() -> None:
-        transfer(mover, arena)
+        transfer(mover, arena, wait_s)
         assert cupy.cuda.driver.ctxGetCurrent() == 0, "the thread has got a context"
 
     for work in (with_none, with_own):
@@ -115,12 +115,12 @@ def in_new_thread(device: int, mover: CudaMover, arena: HostArena) -> None:
             thread.submit(work).result()
 
 
-def scenario() -> None:
-    """Use device 1 alone, then both; raise if a byte or a context is wrong."""
+def scenario(wait_s: float = 60) -> None:
+    """Use device 1 alone, then both; raise if a byte or a context is wrong, or a transfer late."""
     second, second_arena = build(1)
-    transfer(second, second_arena)
+    transfer(second, second_arena, wait_s)
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(transfer, second, second_arena).result()
+        thread.submit(transfer, second, second_arena, wait_s).result()
     findings = list(doctor._gpu(cupy, 1, anew=False))
     assert {finding.status for finding in findings} == {"ok"}, findings
     assert cupy.cuda.driver.ctxGetCurrent() == 0, "this thread has got a context"
@@ -128,8 +128,8 @@ def scenario() -> None:
     assert not has_context(0), "a transfer or a check of device 1 initialised device 0"
     first, first_arena = build(0)
     for device, mover, arena in ((0, first, first_arena), (1, second, second_arena)):
-        transfer(mover, arena)
-        in_new_thread(device, mover, arena)
+        transfer(mover, arena, wait_s)
+        in_new_thread(device, mover, arena, wait_s)
     for mover, arena in ((first, first_arena), (second, second_arena)):
         mover.close()
         arena.close()
@@ -143,7 +143,8 @@ def main() -> int:
         print(name)
         start_anew()
         with edited(*mutation):
-            if not reports(scenario):
+            # If CUDA refuses every call, no transfer ends.
+            if not reports(lambda: scenario(wait_s=5)):
                 missed.append(name)
     start_anew()
     scenario()
