@@ -419,8 +419,7 @@ class Lane:
                 job.ticket.end(error)
             self._in_flight.popleft()
             # An interrupt before this costs new events. No event may be spare twice.
-            self._spare_events += job.done
-            self._spare_events += job.released
+            self._spare_events += [*job.done, *job.released]
         for job in self._in_flight:
             if job.is_staged and not job.ticket.is_released:
                 if not (job.is_queued and job.error is None and all(map(is_done, job.released))):
@@ -431,6 +430,7 @@ class Lane:
         try:
             return self.runtime.is_done(event)
         except CudaError as error:
+            self.refusal = error
             if error.is_fatal:
                 raise
             # Unknown, so ask again later: the job may still write to its blocks.
