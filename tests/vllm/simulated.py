@@ -278,6 +278,12 @@ class Simulated:
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
+        return self._output(output, sampled, reported)
+
+    def _output(
+        self, output: SchedulerOutput, sampled: list[list[int]], reported: KVConnectorOutput
+    ) -> ModelRunnerOutput:
+        """Return what a step has computed, and what the connector reports after it."""
         names = [name for name, _ in self._scheduled(output)]
         return ModelRunnerOutput(
             req_ids=names,

@@ -30,13 +30,7 @@ class EarlyStage(Simulated):
         self.worker_connector.handle_preemptions(meta)
         with self._frame(output) as reported:
             sampled = [self._compute(name, num, output) for name, num in self._scheduled(output)]
-        names = [name for name, _ in self._scheduled(output)]
-        return ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=sampled,
-            kv_connector_output=reported,
-        )
+        return self._output(output, sampled, reported)
 
     @contextmanager
     def _frame(self, output: SchedulerOutput) -> Iterator[KVConnectorOutput]:

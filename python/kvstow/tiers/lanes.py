@@ -33,7 +33,8 @@ from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
-from kvstow._core import StateError, TransferError
+from kvstow._core import TransferError
+from kvstow.tiers.tier import without_thread
 from kvstow.transfer.ticket import HostTicket, TransferTimeout
 
 # How often the watch looks at the threads within the time after which a call counts as stuck.
@@ -165,10 +166,7 @@ class Lanes:
             self._stop_watch.put(None)
             if not isinstance(error, RuntimeError):
                 raise
-            raise StateError(
-                f"the system does not start a thread of the tier ({error}); raise the limit of "
-                "threads (ulimit -u, pids.max of the container)"
-            ) from error
+            raise without_thread(error) from error
 
     def submit(self, pieces: deque[Work], *, is_put: bool) -> None:
         """Queue all pieces of a job. An interrupt may leave none of them queued.

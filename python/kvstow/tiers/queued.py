@@ -30,7 +30,7 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
-from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats
+from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats, without_thread
 from kvstow.transfer import HostArena
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
@@ -168,10 +168,7 @@ class QueuedTier(SharedTier):
             self.close()
             if not isinstance(error, RuntimeError):
                 raise
-            raise StateError(
-                f"the system does not start a thread of the tier ({error}); raise the limit of "
-                "threads (ulimit -u, pids.max of the container)"
-            ) from error
+            raise without_thread(error) from error
 
     def _start_threads(self) -> None:
         for queue in (self._puts, self._others):

@@ -27,7 +27,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, TransferError
+from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.arguments import checked_int
 from kvstow.closing import Closing
 from kvstow.tiers.ticket import TierTicket
@@ -347,3 +347,11 @@ def _width_of(digest: object) -> int:
             f"a block hash is {digest!r}, expected 1 to {MAX_HASH_BYTES} bytes: pass digests"
         )
     return len(digest)
+
+
+def without_thread(error: BaseException) -> StateError:
+    """Return the error of a tier for which the system starts no thread."""
+    return StateError(
+        f"the system does not start a thread of the tier ({error}); raise the limit of threads "
+        "(ulimit -u, pids.max of the container)"
+    )
