@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from tests.interrupts import is_interrupted
 from tests.tiers.memory import MemoryTier
 from tests.tiers.memory_store import MemoryStore
 
@@ -85,6 +86,17 @@ def open_file(
     **options: object,
 ) -> SlotTier:
     return slot_file(path, **options).open(arena, model, files=files or Here())
+
+
+def is_open_interrupted(path: Path, arena: HostArena, line: int, sources: str) -> bool:
+    """Open a file and close it, but interrupt the opening at a line; see `is_interrupted`."""
+    opened: list[SlotTier] = []
+    is_cut_short = is_interrupted(
+        lambda: opened.append(open_file(path, arena)), line, sources, skipped=("with ", "try:")
+    )
+    for tier in opened:
+        tier.close()
+    return is_cut_short
 
 
 Open: TypeAlias = Callable[[Path, HostArena], Tier]

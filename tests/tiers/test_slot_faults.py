@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.interrupts import is_interrupted
 from tests.tiers.setup import (
     LONG_S,
     NUM_SLOTS,
@@ -24,6 +23,7 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     get,
+    is_open_interrupted,
     key_of,
     new_arena,
     open_file,
@@ -31,7 +31,7 @@ from tests.tiers.setup import (
     stats_after,
 )
 
-from kvstow.tiers import SlotTier, lanes, slot_pieces
+from kvstow.tiers import lanes, slot_pieces
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import HostArena, TransferTimeout
 
@@ -161,15 +161,7 @@ def test_opening_that_is_interrupted_leaves_no_thread(tmp_path: Path, arena: Hos
     before, line, is_cut_short = threading.active_count(), 0, True
     while is_cut_short:
         line += 1
-        opened: list[SlotTier] = []
-        is_cut_short = is_interrupted(
-            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
-            line,
-            str(lanes.__file__),
-            skipped=("with ", "try:"),
-        )
-        for tier in opened:
-            tier.close()
+        is_cut_short = is_open_interrupted(tmp_path, arena, line, str(lanes.__file__))
         until_s = time.monotonic() + LONG_S
         while threading.active_count() > before:
             assert time.monotonic() < until_s, f"line {line}: a thread is left"

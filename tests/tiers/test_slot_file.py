@@ -23,6 +23,7 @@ from tests.tiers.setup import (
     Here,
     blocks_of,
     get,
+    is_open_interrupted,
     key_of,
     new_arena,
     open_file,
@@ -32,7 +33,6 @@ from tests.tiers.setup import (
 from kvstow import ConfigError, StateError
 from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, slot_store
 from kvstow.tiers.files import Buffers, Files
-from kvstow.tiers.slot_file import SlotTier
 from kvstow.tiers.slot_index import VERSION
 from kvstow.transfer import HostArena
 
@@ -509,15 +509,7 @@ def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
     line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
     while is_cut_short:
         line += 1
-        opened: list[SlotTier] = []
-        is_cut_short = is_interrupted(
-            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
-            line,
-            sources,
-            skipped=("with ", "try:"),
-        )
-        for tier in opened:
-            tier.close()
+        is_cut_short = is_open_interrupted(tmp_path, arena, line, sources)
         gc.collect()
         open_file(tmp_path, arena).close()  # which is refused while the file is locked
     assert line > 100, "some lines were interrupted"
