@@ -47,7 +47,7 @@ class Sources:
         file = self.file(module)
         if file is None:
             return None
-        for node in reversed(list(statements(parse(file)))):
+        for node in reversed(statements(parse(file))):
             if isinstance(node, Definition) and node.name == name:
                 return Found(module, node)
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
@@ -74,12 +74,15 @@ class Sources:
         return None
 
 
-def statements(module: ast.Module) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, and those inside its `if` and `try`."""
+@cache
+def statements(module: ast.Module) -> list[ast.stmt]:
+    """Return the statements of a module, and those inside its `if` and `try`."""
+    found: list[ast.stmt] = []
     for node in module.body:
-        yield node
+        found.append(node)
         if isinstance(node, ast.If | ast.Try):
-            yield from (part for part in ast.walk(node) if isinstance(part, ast.stmt))
+            found += (part for part in ast.walk(node) if isinstance(part, ast.stmt))
+    return found
 
 
 def assigned(node: ast.AST) -> list[str]:
@@ -103,6 +106,7 @@ def assigned(node: ast.AST) -> list[str]:
     return names
 
 
+@cache
 def members(cls: ast.ClassDef) -> dict[str, ast.AST]:
     """Return the methods and attributes of a class, with those that its methods set."""
     found: dict[str, ast.AST] = {}
@@ -254,6 +258,7 @@ def _group_key(sources: Sources) -> Iterator[str]:
         yield f"{module}.{name} makes {key!r}, not the hash and four bytes, the highest first"
 
 
+@cache
 def mentions(node: ast.AST, name: str) -> list[tuple[int, int]]:
     """Return the places of a name, also as the last part of an attribute, in source order."""
     texts = (
