@@ -164,7 +164,7 @@ optimize: $(VENV)/.test ## install the extension as a wheel has it, for a benchm
 
 bench: optimize ## time the core, then the same work beside vLLM's own accounting
 	@$(need_cargo)
-	cargo bench
+	cargo bench -p kvstow-benches
 	$(BIN)/python -m benches.compare.accounting
 	$(BIN)/python -m benches.compare.connector
 	$(BIN)/python -m benches.compare.accelerate

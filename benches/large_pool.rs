@@ -18,7 +18,7 @@
 //! is the construction of a pool of a million blocks.
 //!
 //! ```text
-//!   cargo bench --bench large_pool [-- ROUNDS [ROW...]]
+//!   cargo bench -p kvstow-benches --bench large_pool [-- ROUNDS [ROW...]]
 //!   ROW: 8k 32k 32k-shuffled 256k 1M 1M-short
 //! ```
 #![expect(clippy::unwrap_used, reason = "a bench that fails has nothing to measure")]

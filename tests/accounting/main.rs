@@ -19,7 +19,7 @@ use kvstow_core::key::{Hashes, HashesBuilder};
 
 /// Cases per property: a number that CI runs in seconds, or the number of `make soak`.
 fn num_cases() -> u32 {
-    std::env::var("KVSTOW_CASES").map_or(20_000, |cases| cases.parse().unwrap())
+    std::env::var("KVSTOW_CASES").map_or(10_000, |cases| cases.parse().unwrap())
 }
 
 /// The digest of a name. Names are few, so keys meet.

@@ -73,7 +73,7 @@ def chats() -> tuple[Workload, Trace]:
         ids = list(systems[min(3, int(chances.expovariate(1)))])
         for turn in range(chances.randint(1, 6)):
             ids += [next(new) for _ in range(chances.randint(1, 20))]
-            output_tokens = chances.randint(1, 8 * SMALL_BLOCK)
+            output_tokens = chances.randint(1, 3 * SMALL_BLOCK)
             turns.append((3 * chat + 20 * turn, len(ids) * SMALL_BLOCK, output_tokens, tuple(ids)))
             ids += [next(new) for _ in range(output_tokens // SMALL_BLOCK)]
     requests = [
@@ -227,7 +227,7 @@ def test_block_that_the_disk_brings_back_is_not_stored_again(
         assert row.num_hits == served.num_hits
 
 
-@pytest.mark.parametrize(("output_tokens", "num_partial"), [(1, 1), (512, 0)])
+@pytest.mark.parametrize(("output_tokens", "num_partial"), [(1, 1), (SMALL_BLOCK, 0)])
 @pytest.mark.parametrize("device", [15, 16, 17])
 def test_partly_filled_block_takes_a_place_on_the_device(
     device: int, output_tokens: int, num_partial: int
@@ -239,15 +239,15 @@ def test_partly_filled_block_takes_a_place_on_the_device(
         TraceRequest(
             at + 1,
             10_000.0 * at,
-            4 * BLOCK,
+            4 * SMALL_BLOCK,
             output_tokens,
             (*documents[min(7, int(chances.expovariate(1 / 2)))], next(new)),
         )
         for at in range(50)
     ]
-    trace = Trace("trace", BLOCK, requests)
-    planned = PlanTrace(("trace",), BLOCK, False, [PlanRequest(one, 0) for one in requests])
-    curves = exact_curves(build_workload(planned, BLOCK), lambda: None)
+    trace = Trace("trace", SMALL_BLOCK, requests)
+    planned = PlanTrace(("trace",), SMALL_BLOCK, False, [PlanRequest(one, 0) for one in requests])
+    curves = exact_curves(build_workload(planned, SMALL_BLOCK), lambda: None)
     hits = [curves.at(size) for size in range(device - 1, device + 1)]
     assert hits[0] < hits[1]
     figures = replayed(trace, "full", device, 1)

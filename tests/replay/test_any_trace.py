@@ -22,7 +22,7 @@ from kvstow.transfer import Event, HostEvent, HostMover, Mover, Ticket
 from kvstow.transfer.mover import Ints
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     of=traces(),
     model=st.sampled_from(SMALL_MODELS),

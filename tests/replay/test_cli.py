@@ -124,10 +124,11 @@ def test_a_hybrid_model_hits_evicts_and_preempts(
 
 def test_the_bundled_slice_under_the_other_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """The policy evicts other blocks, and no block is corrupt."""
-    lru = figures(capsys, "--host-blocks", "2000")
-    found = figures(capsys, "--host-blocks", "2000", "--policy", "hit-density")
+    sizes = ("--limit", "600", "--host-blocks", "2000")
+    lru = figures(capsys, *sizes)
+    found = figures(capsys, *sizes, "--policy", "hit-density")
 
-    assert (found["corrupt_blocks"], found["finished_requests"]) == (0, 1000)
+    assert (found["corrupt_blocks"], found["finished_requests"]) == (0, 600)
     assert found["loaded_blocks"] > 300  # type: ignore[operator]
     assert found["stored_blocks"] != lru["stored_blocks"]
 

@@ -81,7 +81,7 @@ def replay_against_oracle(
     return oracle
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(of=traces(), model=st.sampled_from(SMALL_MODELS))
 def test_any_trace_hits_every_published_block(of: Trace, model: ReplayModel) -> None:
     """Blocks that left a window are on the host, so windows do not shorten a hit."""
