@@ -552,7 +552,8 @@ class Engine(Closing):
 
         The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
         Without `weights_version`, the weights may have changed. Then what it keeps is not warm
-        after a restart, and a shared tier shares nothing with other servers.
+        after a restart, and a shared tier shares nothing with other servers. An engine with such a
+        tier does not sleep in a file before another reset names the weights.
 
         Args:
             weights_version: name of the weights from now on. Call this when they are in place. The
@@ -683,7 +684,8 @@ class Engine(Closing):
             OutOfBlocks: the host cannot hold the blocks.
             TransferError: the blocks could not be copied to the host.
             SnapshotError: the file cannot be written.
-            StateError: the engine sleeps already, or is closed.
+            StateError: the engine sleeps already, or is closed. Or `to` is a file, and a tier below
+                the host does not know the weights, since a `reset` without a name.
             ConfigError: `after` is no `Event`, `to` is no path, a file comes without identity and
                 weights version, or the tier below the host has others.
 
@@ -695,7 +697,7 @@ class Engine(Closing):
         check_flag("preserve", preserve, "with False, requests recompute what the host lacks")
         check_event(after)
         if self._copies.disk is not None:
-            self._copies.disk.check_is_of(identity, weights_version)
+            self._copies.disk.check_is_of(identity, weights_version, in_file=to is not HOST)
         fall_asleep(
             self._state,
             self._copies,
@@ -731,7 +733,7 @@ class Engine(Closing):
                 take, in the order in which the tables name the blocks.
             identity: the identity that `sleep` got.
             weights_version: the version that `sleep` got. If the weights have changed since, wake
-                with the old version, then `preempt` the requests and `reset` the engine.
+                with the old version, `preempt` the requests, and `reset` with the new version.
 
         Returns:
             Where the blocks are. `tables` returns the new ids too.
@@ -796,7 +798,8 @@ class Engine(Closing):
             Where the blocks of the requests are.
 
         Raises:
-            StateError: the engine is not new, or is closed.
+            StateError: the engine is not new, or is closed. Or a tier below the host does not know
+                the weights, since a `reset` without a name.
             SnapshotError, OutOfBlocks, InvalidBlock, TransferError, ConfigError: as `wake`.
 
         If it raises, the engine is new as before.
@@ -810,7 +813,7 @@ class Engine(Closing):
                 "this Engine has requests, or blocks on the host: restart one that was just built"
             )
         if self._copies.disk is not None:
-            self._copies.disk.check_is_of(identity, weights_version)
+            self._copies.disk.check_is_of(identity, weights_version, in_file=True)
         check_event(after)
         self.flush_events()
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
