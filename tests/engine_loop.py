@@ -257,6 +257,9 @@ class Loop:
             self.engine.sleep(after=READY, preserve=preserve, **to, **who)
         except OutOfBlocks:
             return
+        except StateError:  # a reset has left the weights without a name
+            assert to
+            return
         self.wake(who)
 
     def wake(self, who: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from tests.engine.disk_world import (
     slot_file,
     world,
 )
-from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
+from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS
 from tests.interrupts import is_interrupted
 from tests.tiers.setup import LONG_S, Here
 
@@ -259,13 +259,6 @@ def test_reset_that_is_interrupted_mixes_no_weights(tmp_path: Path, again: bool)
     assert line > 10, "the reset was interrupted at some of its lines only"
 
 
-def sleep_in_a_file(it: World, to: Path) -> None:
-    """Sleep and wake, which closes the files of the disk tier and opens them again."""
-    names: dict[str, Any] = {"identity": "m", "weights_version": "1"}
-    it.engine.sleep(after=READY, preserve=False, to=to, **names)
-    it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **names)
-
-
 @pytest.mark.parametrize("preserve", [True, False])
 def test_disk_is_on_again_after_a_sleep_that_came_before_the_reset_was_durable(
     tmp_path: Path, calls: Calls, caplog: pytest.LogCaptureFixture, preserve: bool
@@ -287,26 +280,36 @@ def test_disk_is_on_again_after_a_sleep_that_came_before_the_reset_was_durable(
 
 
 def test_reset_that_could_not_be_written_counts_after_a_wake(tmp_path: Path, calls: Calls) -> None:
-    with world(tmp_path / "disk") as it:
+    two = WHO | {"weights_version": "2"}
+    disk = slot_file(tmp_path / "disk", on_mismatch="reset")
+    with world(tmp_path / "disk", disk=disk) as it:
         fall_off(it)
         calls.error = 5
-        it.engine.reset()
+        it.engine.reset(weights_version="2")
         settle(it)
         assert mode(it) == "off"
         calls.error = 0
-        sleep_in_a_file(it, tmp_path / "snapshot")
+        it.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **two)
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **two)
+        settle(it)
+        assert mode(it) == "on"
         assert serve(it, "reader", DOCUMENT) == 0
 
 
-def test_blocks_after_a_reset_are_not_warm_if_the_engine_slept(tmp_path: Path) -> None:
+def test_reset_without_the_disk_counts_when_the_disk_is_back(tmp_path: Path) -> None:
     """The weights have changed in place, and another process has the old ones."""
     with world(tmp_path / "disk") as it:
-        it.engine.reset()
-        settle(it)
-        sleep_in_a_file(it, tmp_path / "snapshot")
+        fall_off(it)
+        it.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **WHO)
+        with world(tmp_path / "disk"):
+            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **WHO)
+            assert mode(it) == "off", "another engine has the file"
+            it.engine.reset()
+        it.engine.sleep(after=READY)
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY)
         settle(it)
         assert mode(it) == "on"
-        fall_off(it)
+        fall_off(it)  # loads nothing from before the reset
         assert it.engine.stats()["disk_resident_blocks"] > 0
     with world(tmp_path / "disk") as it:
         assert it.engine.stats()["disk_resident_blocks"] == 0

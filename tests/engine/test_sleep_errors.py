@@ -129,6 +129,28 @@ def test_wake_refuses_another_model_or_other_layouts() -> None:
         it.check()
 
 
+def test_files_have_the_version_that_the_last_reset_named(tmp_path: Path) -> None:
+    one: dict[str, Any] = {"identity": "a", "weights_version": "1"}
+    two = one | {"weights_version": "2"}
+    new, old = tmp_path / "new", tmp_path / "old"
+    with world() as it:
+        it.sleep(to=old, **one)
+        it.wake(**one)
+        it.engine.reset(weights_version="2")
+        with pytest.raises(ConfigError, match="last reset has named the weights '2'; pass that"):
+            it.sleep(to=new, **one)
+        assert not new.exists()
+        it.sleep(to=new, **two)
+        it.wake(**two)
+        it.engine.reset()
+        it.sleep(to=tmp_path / "without a name", **one)
+    with world() as it:
+        it.engine.reset(weights_version="2")
+        with pytest.raises(ConfigError, match="weights_version is '1', but the last reset"):
+            it.engine.restart(old, after=READY, **one)
+        it.engine.restart(new, after=READY, **two)
+
+
 def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
     with world() as it:
         halves: list[dict[str, Any]] = [{}, {"identity": "a"}, {"weights_version": "1"}]

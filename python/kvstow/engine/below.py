@@ -9,8 +9,8 @@ from typing import TypeAlias
 from kvstow._core import ConfigError
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.both import Both
-from kvstow.engine.disk import Disk, open_disk
-from kvstow.engine.disk_options import DiskOptions, checked_files
+from kvstow.engine.disk import Disk
+from kvstow.engine.disk_options import DiskOptions, checked_files, fingerprints
 from kvstow.engine.shared import Shared, SharedOptions
 from kvstow.tiers import SlotFile
 from kvstow.tiers.shared import SharedStore
@@ -36,7 +36,7 @@ def checked_below(
     """
     if store is None and options is None:
         files = checked_files(disk, disk_options, world_size)
-        return partial(open_disk, files, disk_options)
+        return partial(_open_disk, files, disk_options)
     if not isinstance(store, SharedStore) or not isinstance(options, SharedOptions):
         raise ConfigError(
             f"shared is {store!r} and shared_options {options!r}; a shared tier needs both, so "
@@ -55,3 +55,17 @@ def checked_below(
             "of the disk; leave it out"
         )
     return partial(Both, checked_files(disk, options, world_size), store, options)
+
+
+def _open_disk(
+    files: Sequence[SlotFile],
+    options: DiskOptions | None,
+    blueprint: Blueprint,
+    layouts: Sequence[Sequence[BlockLayout]],
+    arenas: Sequence[HostArena],
+) -> Disk | None:
+    """Open the disk tier of an engine. None without one."""
+    if options is None:
+        return None
+    prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
+    return Disk(files, prints, options, arenas)

@@ -16,6 +16,8 @@ How a wrong block could be served, and what prevents it:
   also if the reset or the renewal is cut short.
 - A file that is opened again knows nothing of a reset that could not be written, and takes the
   blocks after another one for those of the first weights: it draws a new generation then.
+- After a reset without a name, a snapshot file would bring blocks of unknown weights under the name
+  of the first ones: the engine neither writes nor reads such a file before a reset names them.
 - A file holds blocks of another model, or ranks hold different ones: the fingerprint, and only what
   all ranks have counts.
 - An engine wakes while a read from before its sleep still writes into host memory: it does not
@@ -32,10 +34,17 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar, Final, Literal
 
-from kvstow._core import ConfigError, KvstowError, OffloadScheduler, TierJob, TransferError
+from kvstow._core import (
+    ConfigError,
+    KvstowError,
+    OffloadScheduler,
+    StateError,
+    TierJob,
+    TransferError,
+)
 from kvstow.closing import Closing, call_all
 from kvstow.engine.blueprint import Blueprint
-from kvstow.engine.disk_options import DiskOptions, fingerprints
+from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.kernel_sums import KernelSums
 from kvstow.engine.state import State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
@@ -44,7 +53,7 @@ from kvstow.tiers.runner import TierRunner, blocks_of
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import MODES, Mode, Tier
 from kvstow.tiers.warm import adopt, agreed, disagreed
-from kvstow.transfer import BlockLayout, HostArena, TransferTimeout
+from kvstow.transfer import HostArena, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +327,18 @@ class Disk(Closing):
         for runner in self._runners:
             runner.begin(job.direction, job.job_id, blocks, host_slots, deadline=deadline)
 
-    def check_is_of(self, identity: str, weights_version: str) -> None:
-        """Refuse to mix the blocks of a snapshot with those of another model on the disk."""
+    def check_is_of(self, identity: str, weights_version: str, *, in_file: bool) -> None:
+        """Refuse to mix the blocks of a snapshot with those of another model on the disk.
+
+        Raises:
+            ConfigError: the names are not those of this tier.
+            StateError: the snapshot is a file, and nobody has named the weights since a reset.
+        """
+        if in_file and not self._is_named:
+            raise StateError(
+                "the weights have no name since a reset without weights_version, and a snapshot "
+                "file needs their name: call reset(weights_version=...) first, or sleep in HOST"
+            )
         own = self.options.identity, self.options.weights_version
         if (identity, weights_version) not in (own, ("", "")):
             raise ConfigError(
@@ -429,17 +448,3 @@ class Disk(Closing):
             "demoted_bytes": self._sums["demoted_bytes"] + sum(own.put_bytes for own in tiers),
             "promoted_bytes": self._sums["promoted_bytes"] + sum(own.got_bytes for own in tiers),
         }
-
-
-def open_disk(
-    files: Sequence[SlotFile],
-    options: DiskOptions | None,
-    blueprint: Blueprint,
-    layouts: Sequence[Sequence[BlockLayout]],
-    arenas: Sequence[HostArena],
-) -> Disk | None:
-    """Open the disk tier of an engine. None without one."""
-    if options is None:
-        return None
-    prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
-    return Disk(files, prints, options, arenas)

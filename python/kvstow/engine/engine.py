@@ -208,6 +208,8 @@ class Engine(Closing):
             built.pop_all()
         self._state = State(blueprint, ledger, scheduler, ranks)
         self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s, opened)
+        # As the last reset has named the weights, if it has.
+        self._weights_version: str | None = None
         self._attach_disk()
 
     @property
@@ -552,12 +554,14 @@ class Engine(Closing):
 
         The disk tier is off until `poll` finds that no loss of power can bring back its blocks.
         Without `weights_version`, the weights may have changed. Then what it keeps is not warm
-        after a restart, and a shared tier shares nothing with other servers.
+        after a restart, and a shared tier shares nothing with other servers. An engine with such a
+        tier does not sleep in a file before another reset names the weights.
 
         Args:
             weights_version: name of the weights from now on. Call this when they are in place. The
                 disk is warm under this name after a restart, and engines share blocks again that
-                have the same name. Each version needs another name.
+                have the same name. `sleep` and `restart` take files of this name only. Each version
+                needs another name.
 
         Raises:
             ConfigError: a name that is no str, or that the engine has had. Only an engine with a
@@ -580,6 +584,7 @@ class Engine(Closing):
             disk.check_is_new(weights_version)
         # The device comes first. If an interrupt cuts this short, a tier below the host has not had
         # the new name yet, so that the caller may try again.
+        self._weights_version = None
         state.make_stale()
         if not state.pool.reset():
             state.pool.evict(np.arange(1, state.pool.num_blocks))
@@ -587,6 +592,7 @@ class Engine(Closing):
             state.scheduler.reset()
         else:
             disk.reset(state, weights_version)
+        self._weights_version = weights_version
 
     def take_events(self) -> list[BlockEvent]:
         """Return the block events of both pools since the last call. Empty without `events`."""
@@ -683,9 +689,10 @@ class Engine(Closing):
             OutOfBlocks: the host cannot hold the blocks.
             TransferError: the blocks could not be copied to the host.
             SnapshotError: the file cannot be written.
-            StateError: the engine sleeps already, or is closed.
+            StateError: the engine sleeps already, or is closed. Or `to` is a file, and a tier below
+                the host does not know the weights, since a `reset` without a name.
             ConfigError: `after` is no `Event`, `to` is no path, a file comes without identity and
-                weights version, or the tier below the host has others.
+                weights version, or the tier below the host or the last `reset` has others.
 
         If it raises, the engine is awake as before. But copies in flight have ended, and the host
         may have evicted blocks to make room.
@@ -694,8 +701,7 @@ class Engine(Closing):
         timeout_s = checked_limit_s("timeout_s", timeout_s)
         check_flag("preserve", preserve, "with False, requests recompute what the host lacks")
         check_event(after)
-        if self._copies.disk is not None:
-            self._copies.disk.check_is_of(identity, weights_version)
+        self._check_model(identity, weights_version, in_file=to is not HOST)
         fall_asleep(
             self._state,
             self._copies,
@@ -731,7 +737,7 @@ class Engine(Closing):
                 take, in the order in which the tables name the blocks.
             identity: the identity that `sleep` got.
             weights_version: the version that `sleep` got. If the weights have changed since, wake
-                with the old version, then `preempt` the requests and `reset` the engine.
+                with the old version, `preempt` the requests, and `reset` with the new version.
 
         Returns:
             Where the blocks are. `tables` returns the new ids too.
@@ -796,7 +802,8 @@ class Engine(Closing):
             Where the blocks of the requests are.
 
         Raises:
-            StateError: the engine is not new, or is closed.
+            StateError: the engine is not new, or is closed. Or a tier below the host does not know
+                the weights, since a `reset` without a name.
             SnapshotError, OutOfBlocks, InvalidBlock, TransferError, ConfigError: as `wake`.
 
         If it raises, the engine is new as before.
@@ -809,8 +816,7 @@ class Engine(Closing):
             raise StateError(
                 "this Engine has requests, or blocks on the host: restart one that was just built"
             )
-        if self._copies.disk is not None:
-            self._copies.disk.check_is_of(identity, weights_version)
+        self._check_model(identity, weights_version, in_file=True)
         check_event(after)
         self.flush_events()
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
@@ -885,6 +891,17 @@ class Engine(Closing):
         self._check_awake()
         self._state.request(request_id)
         return self._state
+
+    def _check_model(self, identity: str, weights_version: str, *, in_file: bool) -> None:
+        """Refuse a snapshot of another model than the tier below the host or a reset has named."""
+        disk, named = self._copies.disk, self._weights_version
+        if disk is not None:
+            disk.check_is_of(identity, weights_version, in_file=in_file)
+        elif in_file and named not in (None, weights_version):
+            raise ConfigError(
+                f"weights_version is {weights_version!r}, but the last reset has named the weights "
+                f"{named!r}; pass that name"
+            )
 
     def _check_running(self, request_ids: Sequence[str]) -> None:
         recover(self._state, self._copies)

@@ -258,6 +258,6 @@ def _check_model(slept: Model, given: Model) -> None:
         raise SnapshotError(
             f"the snapshot is of weights version {slept.weights_version!r}, not of "
             f"{given.weights_version!r}: its KV is not that of other weights. Wake with the "
-            "version it slept with, and preempt its requests and reset it before they go on; or "
+            "version it slept with, preempt its requests, and reset it with the new version; or "
             "start without it"
         )
