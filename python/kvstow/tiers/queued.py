@@ -331,7 +331,9 @@ class QueuedTier(SharedTier):
                 error = known
             except Exception as unexpected:
                 logger.exception("kvstow: the shared tier failed; please report this")
-                error = TransferError(f"the shared tier failed: {unexpected!r}")
+                # Only the type, because the text of an error may contain a password.
+                name = type(unexpected).__name__
+                error = TransferError(f"the shared tier failed ({name}); the log has the traceback")
                 worker.close()
             self._end_part(job, part, error)
             if worker.hand_over(lambda: self._start_thread(queue, worker)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,8 @@ from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
 from tests.tiers.setup import digest_of
 
-from kvstow import TransferError
-from kvstow.tiers import TierBlocks, TierTicket
+from kvstow import ConfigError, TransferError
+from kvstow.tiers import SharedStore, TierBlocks, TierTicket
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
@@ -101,3 +102,22 @@ def test_the_access_list_of_the_documentation_is_enough_behind_sentinel(
                 assert time.monotonic() < until_s, done.error
                 time.sleep(0.05)
             assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
+
+
+@pytest.mark.parametrize("name", ["KVSTOW_SHARED_USERNAME", "KVSTOW_SHARED_PASSWORD"])
+def test_a_login_that_is_not_utf_8_is_refused_without_its_text(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, os.fsdecode("open-sésame".encode("latin-1")))
+    url, given = "redis://127.0.0.1:1", b"open-s\xe9same"
+    for call in (
+        SharedStore(url).check,
+        lambda: RespTier(arena, url, NAMESPACE),
+        lambda: count_blocks(url),
+        lambda: Credentials(password=given),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            ConfigError, match=r"\(KVSTOW_SHARED_\w+\) is not text in UTF-8"
+        ) as refused:
+            call()
+        assert "same" not in repr(refused.value)

@@ -96,12 +96,23 @@ class Credentials:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what redis-py cannot send. Its error would contain the password."""
+        for name, value in (
+            (f"the user ({USERNAME_VARIABLE})", self.username),
+            (f"the password ({PASSWORD_VARIABLE})", self.password),
+        ):
+            if value is not None and not _is_utf_8(value):
+                raise ConfigError(
+                    f"{name} is not text in UTF-8: encode it so, or choose another one"
+                )
+
     @classmethod
     def find(cls, password_file: str | os.PathLike[str] | None = None) -> Credentials:
         """Return what the environment holds, with the password of a file if one is named.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: the file cannot be read, or the user or the password is not UTF-8.
         """
         username = os.environ.get(USERNAME_VARIABLE)
         if password_file is None:
@@ -130,6 +141,14 @@ class Credentials:
         if password is None:
             return ()
         return (password,) if self.username is None else (self.username, password)
+
+
+def _is_utf_8(given: object) -> bool:
+    """Return whether `given` is a str without bytes of another encoding.
+
+    `os.environ` shows such bytes as surrogates, which UTF-8 does not encode.
+    """
+    return isinstance(given, str) and not any("\ud800" <= letter <= "\udfff" for letter in given)
 
 
 def _read_password(path: str | os.PathLike[str]) -> str | None:
