@@ -182,8 +182,10 @@ class Security:
 def _parts(url: str) -> list[str]:
     """Split a list of URLs. A part without a scheme takes that of the first."""
     given: object = url
-    if not isinstance(given, str) or "://" not in given:
-        raise ConfigError(f"the URL of a shared tier has no scheme: it must be {FORMS}")
+    if not isinstance(given, str) or "://" not in given or "\0" in given:
+        raise ConfigError(
+            f"the URL of a shared tier has no scheme, or a null character: it must be {FORMS}"
+        )
     parts = [part.strip() for part in url.split(",")]
     scheme = parts[0].split("://", 1)[0]
     return [part if "://" in part else f"{scheme}://{part}" for part in parts]
@@ -201,25 +203,43 @@ def _parse_one(url: str) -> Address:
             f"show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
         )
     scheme, _, kind = found.scheme.partition("+")
-    if scheme == "unix" and not kind and found.path:
-        return Address("servers", (Node("", 0, found.path),))
     kinds: dict[str, Kind] = {"": "servers", "cluster": "cluster", "sentinel": "sentinel"}
-    if scheme not in ("redis", "rediss") or kind not in kinds or not found.hostname:
+    is_socket = found.scheme == "unix" and bool(found.path) and not found.netloc
+    is_host = scheme in ("redis", "rediss") and kind in kinds and bool(found.hostname)
+    if not (is_socket or is_host):
         raise ConfigError(
             f"{found.scheme}://{found.hostname or ''} names no RESP servers: use {FORMS}"
         )
-    node = Node(found.hostname, _PORTS[kinds[kind]] if port is None else port)
+    if found.query or found.fragment:
+        raise ConfigError(
+            f"the URL of {found.hostname or found.path} has options after the path: leave them "
+            f"out, and use {FORMS}"
+        )
+    if is_socket:
+        return Address("servers", (Node("", 0, found.path),))
+    node = Node(_host(found), _PORTS[kinds[kind]] if port is None else port)
     if not 1 <= node.port <= _MAX_PORT:
         raise ConfigError(f"the port of {node} must be 1 to {_MAX_PORT}: name the server's port")
     service, database = _path(found, kinds[kind])
     return Address(kinds[kind], (node,), database, scheme == "rediss", service)
 
 
+def _host(url: SplitResult) -> str:
+    """Return the host of a URL that has one."""
+    host = url.hostname or ""
+    try:
+        host.encode("idna")  # as the system's resolver does
+    except UnicodeError:
+        raise ConfigError(
+            f"the URL names the host {host!r}, and each part between its dots must have 1 to 63 "
+            "characters: name the server's host"
+        ) from None
+    return host
+
+
 def _path(url: SplitResult, kind: Kind) -> tuple[str, int]:
     """Return the service and the database that a URL's path names."""
     path = url.path.strip("/")
-    if url.query or url.fragment:
-        raise ConfigError(f"the URL of {url.hostname} has options after the path: pass them apart")
     if kind == "sentinel":
         if not path:
             raise ConfigError(
