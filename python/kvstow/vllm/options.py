@@ -104,9 +104,9 @@ def read_trace_bytes(name: str, value: object) -> int:
 
 
 def read_text(name: str, value: object) -> str:
-    """Return a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise _refused(name, value, "a text that is not empty")
+    """Return a text that is not empty. Most are paths, which have no null character."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise _refused(name, value, "a text that is not empty and has no null character")
     return value
 
 

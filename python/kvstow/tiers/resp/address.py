@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -170,13 +171,41 @@ class Security:
     key_file: str | None = None
 
     def check(self, address: Address) -> None:
-        """Raise `ConfigError` if a file is named and connections to `address` have no TLS."""
-        for name, value in asdict(self).items():
-            if value is not None and not address.is_encrypted:
+        """Raise `ConfigError` unless connections to `address` can use the files."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, path in given.items():
+            if not is_path(path):
+                raise ConfigError(f"{name} is {path!r}; pass the name of a file")
+            if not address.is_encrypted:
                 raise ConfigError(
-                    f"{name} is {os.fspath(value)!r}, and connections to {address} have no TLS: "
+                    f"{name} is {os.fspath(path)!r}, and connections to {address} have no TLS: "
                     f"begin the URL with rediss, or leave {name} out"
                 )
+            try:
+                Path(path).open("rb").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} is {os.fspath(path)!r}, which cannot be read ({error.strerror}): name "
+                    "a PEM file"
+                ) from error
+        if self.key_file is not None and self.certificate_file is None:
+            raise ConfigError(
+                f"key_file is {os.fspath(self.key_file)!r}, and certificate_file is missing: name "
+                "the certificate of this key"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca_file is not None:
+                context.load_verify_locations(self.ca_file)
+            if self.certificate_file is not None:
+                # For the password of a key, OpenSSL would ask the terminal.
+                context.load_cert_chain(self.certificate_file, self.key_file, password="")
+        except OSError as error:
+            names = ", ".join(f"{name} {os.fspath(path)!r}" for name, path in given.items())
+            raise ConfigError(
+                f"TLS cannot use {names} ({error.strerror}): name PEM files, with this side's key "
+                "without a password"
+            ) from error
 
 
 def _parts(url: str) -> list[str]:
