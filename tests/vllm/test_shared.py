@@ -435,6 +435,10 @@ SECRET = "s3cr3t"
         ),
         ({"shared": "redis://h", "shared_ask_timeout_s": 0}, "shared_ask_timeout_s is 0"),
         ({"shared": "redis://h", "shared_ttl_s": 0}, "shared_ttl_s is 0"),
+        (
+            {"shared": "redis://h", "shared_timeout_s": 1e10},
+            "shared: timeout_s is 1.*outside 0 to 8",
+        ),
         ({"shared": "redis://h", "shared_protocol": "udp"}, "shared_protocol is 'udp'"),
         ({"shraed": "redis://h"}, "no option 'shraed': did you mean 'shared'"),
     ],

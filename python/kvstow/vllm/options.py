@@ -270,7 +270,7 @@ class Options:
         shared_key_file: its key.
         shared_ask_timeout_s: the most seconds that a request waits for the store to say what it
             has.
-        shared_timeout_s: the most seconds for a read or a write.
+        shared_timeout_s: the most seconds for a read or a write, up to 86,400.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
         shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
