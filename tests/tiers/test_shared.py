@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstow import ConfigError
 from kvstow.tiers import Fingerprint, TierBlocks
-from kvstow.tiers.resp import RespTier
+from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import HostArena
 
@@ -109,8 +110,26 @@ def test_the_password_comes_from_a_file_or_the_environment(
             assert login.get_credentials() == ("open-sesame",), "it is being replaced"
         with SharedStore("redis://host", password_file=file).open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)
-            assert tier.nodes._options["password"] is None, "an empty file is no password"
+            login = tier.nodes._options["credential_provider"]
+            assert login.get_credentials() == (), "an empty file is no password"
+            file.write_text("later-sesame\n")
+            assert login.get_credentials() == ("later-sesame",)
         monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "from-outside")
         with SharedStore("redis://host").open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)
-            assert tier.nodes._options["password"] == "from-outside"
+            login = tier.nodes._options["credential_provider"]
+            assert login.get_credentials() == ("from-outside",)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_an_empty_user_is_the_default_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool
+) -> None:
+    (tmp_path / "password").write_text("open-sesame\n")
+    monkeypatch.setenv("KVSTOW_SHARED_USERNAME", "")
+    monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "open-sesame")
+    login = Credentials.find(tmp_path / "password" if has_file else None)
+    assert login.get_credentials() == ("open-sesame",)
+    monkeypatch.setenv("KVSTOW_SHARED_USERNAME", "kvstow")
+    login = Credentials.find(tmp_path / "password" if has_file else None)
+    assert login.get_credentials() == ("kvstow", "open-sesame")

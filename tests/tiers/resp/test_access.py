@@ -16,6 +16,7 @@ from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import SharedStore, TierBlocks, TierTicket
+from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
@@ -121,3 +122,17 @@ def test_a_login_that_is_not_utf_8_is_refused_without_its_text(
         ) as refused:
             call()
         assert "same" not in repr(refused.value)
+
+
+def test_a_password_file_that_is_empty_at_the_start_is_read_again(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "may_try", lambda _: True)
+    file = tmp_path / "password"
+    file.write_text("")
+    with Server(tmp_path, "--requirepass", "open-sesame") as server:
+        login = Credentials.find(file)
+        with RespTier(arena, server.url, NAMESPACE, credentials=login) as tier:
+            assert "asks for a password" in str(ended(tier.contains(blocks())).error)
+            file.write_text("open-sesame\n")
+            assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()

@@ -135,13 +135,13 @@ class Credentials:
         A file that cannot be read or is empty, for example while it is replaced, leaves the first
         password.
         """
-        password = self.password
+        password = self.password or ""
         if self.password_file is not None:
             with suppress(OSError, UnicodeDecodeError):
                 password = _read_password(self.password_file) or password
-        if password is None:
-            return ()
-        return (password,) if self.username is None else (self.username, password)
+        if self.username:
+            return self.username, password
+        return (password,) if password else ()
 
 
 def _is_utf_8(given: object) -> bool:
