@@ -199,11 +199,13 @@ def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: Ho
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "ttl_s", "message"),
     [
-        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), "policy noeviction: once it"),
-        ((), "maxmemory 0, so it grows"),
-        (("--maxmemory", "50mb"), ""),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), 60, "noeviction: once it is"),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), None, "lru: once it is"),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), 60, ""),
+        ((), None, "maxmemory 0, so it grows"),
+        (("--maxmemory", "50mb"), None, ""),
     ],
 )
 def test_a_server_without_a_memory_policy_is_warned_of_once(
@@ -211,10 +213,14 @@ def test_a_server_without_a_memory_policy_is_warned_of_once(
     arena: HostArena,
     caplog: pytest.LogCaptureFixture,
     options: tuple[str, ...],
+    ttl_s: int | None,
     message: str,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with Server(tmp_path, *options) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with (
+        Server(tmp_path, *options) as server,
+        RespTier(arena, server.url, NAMESPACE, ttl_s=ttl_s) as tier,
+    ):
         for _ in range(3):
             round_trip(tier)
     assert len(caplog.records) == bool(message)
