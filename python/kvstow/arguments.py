@@ -9,11 +9,15 @@ from kvstow._core import ConfigError
 
 
 def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Return whether `given` is a str, or a path object that holds one instead of bytes."""
+    """Return whether `given` may name a file: a str, or a path object that holds one.
+
+    Bytes are no path, and neither is a text with a null character, which no system call takes.
+    """
     try:
-        return isinstance(os.fspath(given), str)  # type: ignore[call-overload]
+        text: object = os.fspath(given)  # type: ignore[call-overload]
     except TypeError:
         return False
+    return isinstance(text, str) and "\0" not in text
 
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:

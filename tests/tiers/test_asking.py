@@ -275,6 +275,32 @@ def test_a_failed_store_is_left_alone(
     assert len(caplog.records) == 2
 
 
+def test_an_error_without_a_hit_is_no_answer(
+    asker: Asker, store: Simulated, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fails = True
+    for number in range(3):
+        assert answer(asker.ask([key(number)])) == [False]
+        idle(asker)
+    until_s = time.monotonic() + LONG_S
+    while not asker.breaker.is_open:
+        assert time.monotonic() < until_s
+    store.fails, store.error = False, TransferError("the server is left alone for a while")
+    for number in range(3, 6):
+        clock.now_s += 30.0
+        assert answer(asker.ask([key(number)])) == [False]
+        assert asker.ask([key(number + 10)]).poll(), "one question after each pause"
+    assert asker.stats.refused_questions == 3
+    assert "says again" not in caplog.text
+    store.held = {key(6)}  # of another server
+    clock.now_s += 30.0
+    assert answer(asker.ask([key(6)])) == [True]
+    while "says again" not in caplog.text:
+        assert time.monotonic() < until_s
+    assert answer(asker.ask([key(7)])) == [False]
+    assert asker.stats.refused_questions == 3
+
+
 def test_the_asker_connects_before_the_first_question(asker: Asker, store: Simulated) -> None:
     asker.connect()
     assert store.begun.acquire(timeout=LONG_S)

@@ -16,7 +16,7 @@ from tests.tiers.setup import LONG_S, new_arena
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept
 
 from kvstow import StateError
-from kvstow.tiers import queued
+from kvstow.tiers import TierBlocks, queued
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.queued import QueuedTier
 from kvstow.tiers.resp import RespTier
@@ -84,3 +84,20 @@ def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> N
 
 def _open(arena: HostArena, opened: list[Kept]) -> None:
     opened.append(Kept(arena))
+
+
+def test_unexpected_error_is_named_by_its_type_alone(
+    arena: HostArena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    password = "open-sesame"
+
+    def fail(_: object) -> None:
+        raise UnicodeEncodeError("utf-8", password, 0, 1, "not allowed")
+
+    with RespTier(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
+        monkeypatch.setattr(tier.nodes, "assign", fail)
+        ticket = tier.contains(TierBlocks([bytes(32)], [0]))
+        ticket.wait(LONG_S)
+    assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)
+    assert "please report this" in caplog.text
+    assert password not in str(ticket.error) + caplog.text

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvstow import ConfigError
-from kvstow.tiers import Fingerprint
-from kvstow.tiers.resp import RespTier
+from kvstow.tiers import Fingerprint, TierBlocks
+from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer import HostArena
 
@@ -68,6 +69,27 @@ def test_an_option_without_effect_is_refused(
         store.open(arena, MODEL)
 
 
+@pytest.mark.parametrize("url", ["redis://127.0.0.1:1", "mooncake://127.0.0.1:1"])
+@pytest.mark.parametrize("wrong", [0, -1.0, 86401, 1e10, float("inf"), float("nan"), True, "5"])
+def test_a_timeout_that_the_system_cannot_wait_is_refused(
+    url: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: object)
+    store, message = SharedStore(url, timeout_s=wrong), r"timeout_s is .*, outside 0 to 86400: pass"
+    with pytest.raises(ConfigError, match=message):
+        store.check()
+    with HostArena(2, 4096) as arena, pytest.raises(ConfigError, match=message):
+        store.open(arena, MODEL)
+
+
+def test_the_longest_timeout_is_one_that_the_system_can_wait() -> None:
+    store = SharedStore("redis://127.0.0.1:1", timeout_s=86400)
+    with HostArena(2, 4096) as arena, store.open(arena, MODEL) as tier:
+        ticket = tier.contains(TierBlocks([bytes(32)], [0]))
+        ticket.wait_until_ended(20)
+        assert "Connection refused" in str(ticket.error)
+
+
 def test_the_password_comes_from_a_file_or_the_environment(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,8 +110,26 @@ def test_the_password_comes_from_a_file_or_the_environment(
             assert login.get_credentials() == ("open-sesame",), "it is being replaced"
         with SharedStore("redis://host", password_file=file).open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)
-            assert tier.nodes._options["password"] is None, "an empty file is no password"
+            login = tier.nodes._options["credential_provider"]
+            assert login.get_credentials() == (), "an empty file is no password"
+            file.write_text("later-sesame\n")
+            assert login.get_credentials() == ("later-sesame",)
         monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "from-outside")
         with SharedStore("redis://host").open(arena, MODEL) as tier:
             assert isinstance(tier, RespTier)
-            assert tier.nodes._options["password"] == "from-outside"
+            login = tier.nodes._options["credential_provider"]
+            assert login.get_credentials() == ("from-outside",)
+
+
+@pytest.mark.parametrize("has_file", [False, True])
+def test_an_empty_user_is_the_default_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_file: bool
+) -> None:
+    (tmp_path / "password").write_text("open-sesame\n")
+    monkeypatch.setenv("KVSTOW_SHARED_USERNAME", "")
+    monkeypatch.setenv("KVSTOW_SHARED_PASSWORD", "open-sesame")
+    login = Credentials.find(tmp_path / "password" if has_file else None)
+    assert login.get_credentials() == ("open-sesame",)
+    monkeypatch.setenv("KVSTOW_SHARED_USERNAME", "kvstow")
+    login = Credentials.find(tmp_path / "password" if has_file else None)
+    assert login.get_credentials() == ("kvstow", "open-sesame")

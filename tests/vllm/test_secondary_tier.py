@@ -245,6 +245,13 @@ def test_missing_key_is_named(make: Make, missing: str) -> None:
         make(**{missing: None})
 
 
+@pytest.mark.parametrize("name", ["path", "weights_version_path"])
+@pytest.mark.parametrize("wrong", [5, "slots\0"])
+def test_what_is_no_path_is_refused(make: Make, name: str, wrong: object) -> None:
+    with pytest.raises(ConfigError, match=f"KVStowDisk has {name} .*; pass the name of a file"):
+        make(**{name: wrong})
+
+
 def test_disk_never_grows(make: Make, tmp_path: Path) -> None:
     world = make()
     sizes = {path: path.stat().st_size for path in (tmp_path / "slots", tmp_path / "slots.index")}

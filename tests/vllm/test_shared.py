@@ -417,6 +417,7 @@ SECRET = "s3cr3t"
         ({"shared": f"mooncake://u:{SECRET}@kv.example"}, "shared: .*contains credentials"),
         ({"shared": f"{SECRET}://kv.example/{SECRET}"}, "shared names"),
         ({"shared": "redis://h", "shared_password_file": "/none"}, "password file /none cannot be"),
+        ({"shared": "rediss://h", "shared_ca_file": "/none"}, "shared: ca_file is '/none', which"),
         ({"shared_ttl_s": 5}, "shared_ttl_s is 5, and it has an effect only with shared: add"),
         (
             {"observe": True, "shared": "redis://h"},
@@ -434,6 +435,10 @@ SECRET = "s3cr3t"
         ),
         ({"shared": "redis://h", "shared_ask_timeout_s": 0}, "shared_ask_timeout_s is 0"),
         ({"shared": "redis://h", "shared_ttl_s": 0}, "shared_ttl_s is 0"),
+        (
+            {"shared": "redis://h", "shared_timeout_s": 1e10},
+            "shared: timeout_s is 1.*outside 0 to 8",
+        ),
         ({"shared": "redis://h", "shared_protocol": "udp"}, "shared_protocol is 'udp'"),
         ({"shraed": "redis://h"}, "no option 'shraed': did you mean 'shared'"),
     ],

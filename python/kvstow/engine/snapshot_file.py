@@ -299,9 +299,8 @@ class SnapshotFile(Closing):
         try:
             # O_NONBLOCK: opening a pipe does not wait for a writer.
             self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise SnapshotError(f"{self.path} cannot be read: {why}") from error
+        except OSError as error:
+            raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
         with ExitStack() as opened:
             opened.callback(self.close)
             try:

@@ -38,6 +38,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
+from kvstow.arguments import is_path
 from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
@@ -96,18 +97,15 @@ class EventFile(Closing):
             ConfigError: `path` is no path, or the file cannot be opened, or it is neither a regular
                 file nor a character device such as /dev/null.
         """
-        try:
-            self.path = os.fspath(path)
-        except TypeError:
-            raise ConfigError(
-                f"the path of the events file is {path!r}: pass the name of a file"
-            ) from None
+        if not is_path(path):
+            raise ConfigError(f"the path of the events file is {path!r}: pass the name of a file")
+        self.path = os.fspath(path)
         self.num_written = 0
         self.num_lost = 0
         self._clock = clock
         try:
             descriptor = open_to_append(self.path)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             raise ConfigError(
                 f"the events file {self.path!r} cannot be opened ({error}): name a file in a "
                 "folder that exists and can be written"

@@ -367,7 +367,9 @@ class Asker(Closing):
                     )
                 continue
             self._end(call, answer)
-            if self.breaker.succeeded():
+            # After an error only a hit shows that one of several servers answers.
+            has_answered = answer.error is None or any(answer.found)
+            if has_answered and self.breaker.succeeded():
                 logger.warning("kvstow: the shared tier says again what it has")
         self._queue.put(None)  # ends a thread that an interrupt has hidden
         if store is not None:

@@ -12,7 +12,6 @@ job. So an interrupted caller can take back the parts that no thread has, and th
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from abc import abstractmethod
@@ -44,6 +43,7 @@ DEFAULT_QUEUED_BYTES: Final = 256 << 20
 BLOCKS_PER_PART: Final = 16
 _KEYS_PER_PART: Final = 8192
 _MAX_THREADS: Final = 64
+_MAX_TIMEOUT_S: Final = 86400.0
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,7 @@ class QueuedTier(SharedTier):
         self.namespace = Namespace(namespace)
         self.blocks_per_part = BLOCKS_PER_PART
         self.sums: Final = ArenaSums(arena)
-        self.timeout_s: Final = _checked_seconds("timeout_s", timeout_s)
+        self.timeout_s: Final = checked_timeout_s(timeout_s)
         self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
         self._max_queued_bytes = checked_int(
             "max_queued_bytes", max_queued_bytes, self.slot_bytes, 2**63 - 1, "pass a block or more"
@@ -331,7 +331,9 @@ class QueuedTier(SharedTier):
                 error = known
             except Exception as unexpected:
                 logger.exception("kvstow: the shared tier failed; please report this")
-                error = TransferError(f"the shared tier failed: {unexpected!r}")
+                # Only the type, because the text of an error may contain a password.
+                name = type(unexpected).__name__
+                error = TransferError(f"the shared tier failed ({name}); the log has the traceback")
                 worker.close()
             self._end_part(job, part, error)
             if worker.hand_over(lambda: self._start_thread(queue, worker)):
@@ -360,9 +362,16 @@ class QueuedTier(SharedTier):
                 self._counts[failed] += len(job.blocks) - num_ok
 
 
-def _checked_seconds(name: str, value: float) -> float:
-    given: object = value
+def checked_timeout_s(timeout_s: float) -> float:
+    """Return the most seconds for a job, as a float.
+
+    Raises:
+        ConfigError: it is no number above 0 and up to a day. The system refuses to wait for ages.
+    """
+    given: object = timeout_s
     is_number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {given!r}, and it must be a number of seconds above 0")
-    return float(value)
+    if not is_number or not 0 < timeout_s <= _MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s is {given!r}, outside 0 to {_MAX_TIMEOUT_S:g}: pass some seconds"
+        )
+    return float(timeout_s)

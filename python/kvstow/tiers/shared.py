@@ -11,7 +11,7 @@ from kvstow._core import ConfigError
 from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake import parse as parse_mooncake
-from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
+from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, checked_timeout_s
 from kvstow.tiers.resp import Address, Credentials, RespTier, Security
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import HostArena
@@ -41,7 +41,7 @@ class SharedStore:
         certificate_file: this side's certificate, if the servers ask for one.
         key_file: its key.
         ttl_s: seconds after which a RESP server drops a block; None to keep it.
-        timeout_s: the most seconds for a call.
+        timeout_s: the most seconds for a call, up to 86,400.
         num_threads: threads for puts, and as many for all other calls.
         max_queued_bytes: bytes of puts that may wait. More puts fail at once.
         host: Mooncake only: the name by which other machines reach this one.
@@ -68,11 +68,12 @@ class SharedStore:
         """Check the URL and the credentials, without a connection.
 
         Raises:
-            ConfigError: the URL names no store, an option has no effect on it, or the password file
-                cannot be read.
+            ConfigError: the URL names no store, an option has no effect on it or is out of bounds,
+                or a file cannot be read.
         """
         is_mooncake = self._scheme() == "mooncake"
         self._check_options(is_mooncake)
+        checked_timeout_s(self.timeout_s)
         if is_mooncake:
             parse_mooncake(self.url)
             return

@@ -22,7 +22,7 @@ from kvstow.tiers.resp.address import (
     Security,
 )
 from kvstow.tiers.resp.nodes import Nodes
-from kvstow.tiers.resp.reasons import reason
+from kvstow.tiers.resp.reasons import ACCESS, reason
 
 _BATCH: Final = 1000
 _DIGITS: Final = 2 * NAMESPACE_BYTES
@@ -124,9 +124,11 @@ def _clients(
         yield clients
     except nodes.errors as error:
         why = reason(error)
-        # redis-py removes the code of this answer.
-        if "no permissions" in why:
-            why += f": log in as the administrator ({USERNAME_VARIABLE}, {PASSWORD_VARIABLE})"
+        if why == ACCESS:
+            why = (
+                "the access list refused to list or delete keys: log in as the administrator "
+                f"({USERNAME_VARIABLE}, {PASSWORD_VARIABLE})"
+            )
         raise TransferError(f"{address}: {why}") from error
     finally:
         for client in clients:

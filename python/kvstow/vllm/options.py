@@ -104,9 +104,9 @@ def read_trace_bytes(name: str, value: object) -> int:
 
 
 def read_text(name: str, value: object) -> str:
-    """Return a text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise _refused(name, value, "a text that is not empty")
+    """Return a text that is not empty. Most are paths, which have no null character."""
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise _refused(name, value, "a text that is not empty and has no null character")
     return value
 
 
@@ -270,7 +270,7 @@ class Options:
         shared_key_file: its key.
         shared_ask_timeout_s: the most seconds that a request waits for the store to say what it
             has.
-        shared_timeout_s: the most seconds for a read or a write.
+        shared_timeout_s: the most seconds for a read or a write, up to 86,400.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
         shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.

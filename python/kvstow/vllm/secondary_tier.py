@@ -54,6 +54,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstow import ConfigError, TransferError
+from kvstow.arguments import is_path
 from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.secondary_identity import chunks_fingerprint
@@ -148,6 +149,11 @@ class KVStowDisk(SecondaryTierManager):
             if value is None:
                 raise ConfigError(
                     f"the secondary tier {tier_type} has no {name}; add it beside its type"
+                )
+        for name, value in (("path", path), ("weights_version_path", weights_version_path)):
+            if value is not None and not is_path(value):
+                raise ConfigError(
+                    f"the secondary tier {tier_type} has {name} {value!r}; pass the name of a file"
                 )
         if unknown:
             logger.warning(

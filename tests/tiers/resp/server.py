@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -119,3 +120,22 @@ class Server:
     def __exit__(self, *_: object) -> None:
         """End it."""
         self.kill()
+
+
+@contextlib.contextmanager
+def sentinel(folder: Path, master: Server, *lines: str) -> Iterator[int]:
+    """Run a Sentinel that watches a server, and yield its port."""
+    port, config = free_port(), folder / "sentinel.conf"
+    config.write_text(
+        f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
+        f"sentinel monitor kv 127.0.0.1 {master.port} 1\n"
+        "sentinel down-after-milliseconds kv 300\nsentinel failover-timeout kv 2000\n"
+        + "".join(f"{line}\n" for line in lines)
+    )
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen([binary(), str(config), "--sentinel"], stdout=quiet, stderr=quiet)
+    try:
+        yield port
+    finally:
+        process.kill()
+        process.wait()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.resp.server import Server, binary, free_port, num_connections
+from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
 from tests.tiers.resp.tls import Authority, TlsServer
 from tests.tiers.setup import digest_of
 
@@ -200,11 +199,13 @@ def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: Ho
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "ttl_s", "message"),
     [
-        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), "policy noeviction: once it"),
-        ((), "maxmemory 0, so it grows"),
-        (("--maxmemory", "50mb"), ""),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "noeviction"), 60, "noeviction: once it is"),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), None, "lru: once it is"),
+        (("--maxmemory", "50mb", "--maxmemory-policy", "volatile-lru"), 60, ""),
+        ((), None, "maxmemory 0, so it grows"),
+        (("--maxmemory", "50mb"), None, ""),
     ],
 )
 def test_a_server_without_a_memory_policy_is_warned_of_once(
@@ -212,10 +213,14 @@ def test_a_server_without_a_memory_policy_is_warned_of_once(
     arena: HostArena,
     caplog: pytest.LogCaptureFixture,
     options: tuple[str, ...],
+    ttl_s: int | None,
     message: str,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with Server(tmp_path, *options) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with (
+        Server(tmp_path, *options) as server,
+        RespTier(arena, server.url, NAMESPACE, ttl_s=ttl_s) as tier,
+    ):
         for _ in range(3):
             round_trip(tier)
     assert len(caplog.records) == bool(message)
@@ -238,25 +243,6 @@ def test_a_server_that_comes_after_the_start_is_used(
                 time.sleep(0.05)
             round_trip(tier)
         assert "answers again" in caplog.text
-
-
-@contextlib.contextmanager
-def sentinel(folder: Path, master: Server, *lines: str) -> Iterator[int]:
-    """Run a Sentinel that watches a server, and yield its port."""
-    port, config = free_port(), folder / "sentinel.conf"
-    config.write_text(
-        f"port {port}\nbind 127.0.0.1\ndir {folder}\n"
-        f"sentinel monitor kv 127.0.0.1 {master.port} 1\n"
-        "sentinel down-after-milliseconds kv 300\nsentinel failover-timeout kv 2000\n"
-        + "".join(f"{line}\n" for line in lines)
-    )
-    quiet = subprocess.DEVNULL
-    process = subprocess.Popen([binary(), str(config), "--sentinel"], stdout=quiet, stderr=quiet)
-    try:
-        yield port
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: HostArena) -> None:

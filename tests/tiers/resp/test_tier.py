@@ -396,29 +396,6 @@ def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> 
         assert tier.contains(blocks(100)).error is None
 
 
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("127.0.0.1:6379", "has no scheme"),
-        ("http://127.0.0.1", "http://127.0.0.1 names no RESP servers"),
-        ("redis://", "names no RESP servers"),
-        ("redis://user:sesame@host", "the URL of host contains credentials"),
-        ("redis://host:0", "must be 1 to 65535"),
-        ("redis://host:99999", "has no valid port"),
-        ("redis://host/one", "names database 'one'"),
-        ("redis+cluster://host/1", "names database '1'"),
-        ("redis+sentinel://host", "names no service"),
-        ("redis://a,rediss://b", "differ in more than host and port"),
-        ("redis://a,a", "name a server twice"),
-        ("redis://host?x=1", "has options after the path"),
-    ],
-)
-def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as refused:
-        RespTier(arena, url, NAMESPACE)
-    assert "sesame" not in str(refused.value)
-
-
 def test_a_closed_tier_takes_nothing(server: Server, arena: HostArena) -> None:
     tier = RespTier(arena, server.url, NAMESPACE)
     tier.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,12 +97,23 @@ class Credentials:
     password: str | None = field(default=None, repr=False)
     password_file: str | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse what redis-py cannot send. Its error would contain the password."""
+        for name, value in (
+            (f"the user ({USERNAME_VARIABLE})", self.username),
+            (f"the password ({PASSWORD_VARIABLE})", self.password),
+        ):
+            if value is not None and not _is_utf_8(value):
+                raise ConfigError(
+                    f"{name} is not text in UTF-8: encode it so, or choose another one"
+                )
+
     @classmethod
     def find(cls, password_file: str | os.PathLike[str] | None = None) -> Credentials:
         """Return what the environment holds, with the password of a file if one is named.
 
         Raises:
-            ConfigError: the file cannot be read.
+            ConfigError: the file cannot be read, or the user or the password is not UTF-8.
         """
         username = os.environ.get(USERNAME_VARIABLE)
         if password_file is None:
@@ -123,13 +135,21 @@ class Credentials:
         A file that cannot be read or is empty, for example while it is replaced, leaves the first
         password.
         """
-        password = self.password
+        password = self.password or ""
         if self.password_file is not None:
             with suppress(OSError, UnicodeDecodeError):
                 password = _read_password(self.password_file) or password
-        if password is None:
-            return ()
-        return (password,) if self.username is None else (self.username, password)
+        if self.username:
+            return self.username, password
+        return (password,) if password else ()
+
+
+def _is_utf_8(given: object) -> bool:
+    """Return whether `given` is a str without bytes of another encoding.
+
+    `os.environ` shows such bytes as surrogates, which UTF-8 does not encode.
+    """
+    return isinstance(given, str) and not any("\ud800" <= letter <= "\udfff" for letter in given)
 
 
 def _read_password(path: str | os.PathLike[str]) -> str | None:
@@ -151,20 +171,50 @@ class Security:
     key_file: str | None = None
 
     def check(self, address: Address) -> None:
-        """Raise `ConfigError` if a file is named and connections to `address` have no TLS."""
-        for name, value in asdict(self).items():
-            if value is not None and not address.is_encrypted:
+        """Raise `ConfigError` unless connections to `address` can use the files."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        for name, path in given.items():
+            if not is_path(path):
+                raise ConfigError(f"{name} is {path!r}; pass the name of a file")
+            if not address.is_encrypted:
                 raise ConfigError(
-                    f"{name} is {os.fspath(value)!r}, and connections to {address} have no TLS: "
+                    f"{name} is {os.fspath(path)!r}, and connections to {address} have no TLS: "
                     f"begin the URL with rediss, or leave {name} out"
                 )
+            try:
+                Path(path).open("rb").close()
+            except OSError as error:
+                raise ConfigError(
+                    f"{name} is {os.fspath(path)!r}, which cannot be read ({error.strerror}): name "
+                    "a PEM file"
+                ) from error
+        if self.key_file is not None and self.certificate_file is None:
+            raise ConfigError(
+                f"key_file is {os.fspath(self.key_file)!r}, and certificate_file is missing: name "
+                "the certificate of this key"
+            )
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.ca_file is not None:
+                context.load_verify_locations(self.ca_file)
+            if self.certificate_file is not None:
+                # For the password of a key, OpenSSL would ask the terminal.
+                context.load_cert_chain(self.certificate_file, self.key_file, password="")
+        except OSError as error:
+            names = ", ".join(f"{name} {os.fspath(path)!r}" for name, path in given.items())
+            raise ConfigError(
+                f"TLS cannot use {names} ({error.strerror}): name PEM files, with this side's key "
+                "without a password"
+            ) from error
 
 
 def _parts(url: str) -> list[str]:
     """Split a list of URLs. A part without a scheme takes that of the first."""
     given: object = url
-    if not isinstance(given, str) or "://" not in given:
-        raise ConfigError(f"the URL of a shared tier has no scheme: it must be {FORMS}")
+    if not isinstance(given, str) or "://" not in given or "\0" in given:
+        raise ConfigError(
+            f"the URL of a shared tier has no scheme, or a null character: it must be {FORMS}"
+        )
     parts = [part.strip() for part in url.split(",")]
     scheme = parts[0].split("://", 1)[0]
     return [part if "://" in part else f"{scheme}://{part}" for part in parts]
@@ -182,25 +232,43 @@ def _parse_one(url: str) -> Address:
             f"show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
         )
     scheme, _, kind = found.scheme.partition("+")
-    if scheme == "unix" and not kind and found.path:
-        return Address("servers", (Node("", 0, found.path),))
     kinds: dict[str, Kind] = {"": "servers", "cluster": "cluster", "sentinel": "sentinel"}
-    if scheme not in ("redis", "rediss") or kind not in kinds or not found.hostname:
+    is_socket = found.scheme == "unix" and bool(found.path) and not found.netloc
+    is_host = scheme in ("redis", "rediss") and kind in kinds and bool(found.hostname)
+    if not (is_socket or is_host):
         raise ConfigError(
             f"{found.scheme}://{found.hostname or ''} names no RESP servers: use {FORMS}"
         )
-    node = Node(found.hostname, _PORTS[kinds[kind]] if port is None else port)
+    if found.query or found.fragment:
+        raise ConfigError(
+            f"the URL of {found.hostname or found.path} has options after the path: leave them "
+            f"out, and use {FORMS}"
+        )
+    if is_socket:
+        return Address("servers", (Node("", 0, found.path),))
+    node = Node(_host(found), _PORTS[kinds[kind]] if port is None else port)
     if not 1 <= node.port <= _MAX_PORT:
         raise ConfigError(f"the port of {node} must be 1 to {_MAX_PORT}: name the server's port")
     service, database = _path(found, kinds[kind])
     return Address(kinds[kind], (node,), database, scheme == "rediss", service)
 
 
+def _host(url: SplitResult) -> str:
+    """Return the host of a URL that has one."""
+    host = url.hostname or ""
+    try:
+        host.encode("idna")  # as the system's resolver does
+    except UnicodeError:
+        raise ConfigError(
+            f"the URL names the host {host!r}, and each part between its dots must have 1 to 63 "
+            "characters: name the server's host"
+        ) from None
+    return host
+
+
 def _path(url: SplitResult, kind: Kind) -> tuple[str, int]:
     """Return the service and the database that a URL's path names."""
     path = url.path.strip("/")
-    if url.query or url.fragment:
-        raise ConfigError(f"the URL of {url.hostname} has options after the path: pass them apart")
     if kind == "sentinel":
         if not path:
             raise ConfigError(

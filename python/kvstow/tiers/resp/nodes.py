@@ -73,11 +73,9 @@ class Nodes:
             # redis-py would try again for seconds, while a request waits.
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
             "protocol": 2,
+            # Not the password itself, because redis-py's errors show the options of a connection.
+            "credential_provider": credentials,
         }
-        if credentials.password_file is None or credentials.password is None:
-            options |= {"username": credentials.username, "password": credentials.password}
-        else:
-            options["credential_provider"] = credentials
         if self.address.is_encrypted:
             options |= {
                 "ssl_ca_certs": security.ca_file,
@@ -165,11 +163,9 @@ class Nodes:
                 try:
                     self._master = self._ask_sentinel({})
                 except self._redis.sentinel.MasterNotFoundError as error:
-                    has_password = self._credentials.password is not None
-                    if not (has_password and "AuthenticationError" in str(error)):
-                        raise
-                    # As a provider, because redis-py's errors show the options of a connection.
                     login = replace(self._credentials, username=None)
+                    if not (login.get_credentials() and "AuthenticationError" in str(error)):
+                        raise
                     self._master = self._ask_sentinel({"credential_provider": login})
             return self._master
 

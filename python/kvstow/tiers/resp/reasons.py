@@ -8,8 +8,11 @@ from typing import Final
 
 from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
 
+ACCESS: Final = (
+    "the access list refused a command: allow the user +get +set +exists +del on the keys "
+    "kvstow:*, also +select for a database other than 0, and +cluster|slots +command for a cluster"
+)
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
-_ACCESS: Final = "allow the user +get +set +exists +del on the keys kvstow:*"
 _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
 # What the servers say, in the order in which it is looked for.
 _FIXES: Final = (
@@ -22,7 +25,8 @@ _FIXES: Final = (
         f"the server refused the login: check {USERNAME_VARIABLE}, and {PASSWORD_VARIABLE} or the "
         "password file",
     ),
-    ("NOPERM", f"the access list refused a command: {_ACCESS}"),
+    ("NOPERM", ACCESS),
+    ("permissions to", ACCESS),  # redis-py removes the code
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
     ("Cluster mode is not enabled", "it belongs to no cluster: take +cluster out of the URL"),
 )
@@ -45,7 +49,9 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if no_master := _NO_MASTER.match(text):
         return _why_no_master(no_master["service"], _SENTINEL_ERROR.findall(no_master["errors"]))
-    return next((fix for sign, fix in _FIXES if sign in text), text)
+    # redis-py raises one error for all that a node of a cluster refuses.
+    texts = "\n".join(map(str, _chain(error)))
+    return next((fix for sign, fix in _FIXES if sign in texts), text)
 
 
 def _why_no_master(service: str, errors: list[str]) -> str:

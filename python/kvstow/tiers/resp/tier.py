@@ -181,7 +181,7 @@ class _Connections:
         num_wrong, memory = 0, Memory(tier.rows, tier.sums)
         try:
             if job.operation == "put" and tier.is_new(node):
-                _warn_of_policy(node, *memory_policy(wire))
+                _warn_of_policy(node, *memory_policy(wire), has_ttl=bool(tier.set_options))
             if job.operation == "put":
                 ok, refusal = put(wire, part, memory, job.namespace, tier.set_options)
             elif job.operation == "get":
@@ -238,13 +238,16 @@ def _failed(breaker: Breaker, name: object, error: Exception) -> None:
         )
 
 
-def _warn_of_policy(node: Node, policy: str, max_bytes: int) -> None:
+def _warn_of_policy(node: Node, policy: str, max_bytes: int, *, has_ttl: bool) -> None:
     """Warn of a server that does not make room for new blocks, or that has no bound."""
-    if policy == "noeviction" and max_bytes:
+    # The policies volatile-* drop only what expires.
+    keeps_all = policy == "noeviction" or (policy.startswith("volatile-") and not has_ttl)
+    if keeps_all and max_bytes:
         logger.warning(
-            "kvstow: the server at %s has maxmemory-policy noeviction: once it is full, it refuses "
-            "new blocks. Set maxmemory-policy allkeys-lru",
+            "kvstow: the server at %s has maxmemory-policy %s: once it is full, it refuses new "
+            "blocks. Set maxmemory-policy allkeys-lru",
             node,
+            policy,
         )
     elif policy and not max_bytes:
         logger.warning(

@@ -1,0 +1,138 @@
+"""Logins of `RespTier`: the access list of the documentation, and what messages say."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.docs.pages import ROOT
+from tests.docs.pages import blocks as blocks_of
+from tests.tiers.resp.server import Server, sentinel
+from tests.tiers.setup import digest_of
+
+from kvstow import ConfigError, TransferError
+from kvstow.tiers import SharedStore, TierBlocks, TierTicket
+from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.tiers.shared_keys import count_blocks
+from kvstow.transfer import HostArena
+
+NUM_SLOTS, SLOT_BYTES = 8, 4096
+NAMESPACE = bytes(range(16))
+LONG_S = 20.0
+LOGIN = Credentials("kvstow", "PASSWORD")
+PAGE = ROOT / "docs" / "how-to" / "shared.md"
+CLUSTER = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
+        shape = (NUM_SLOTS, SLOT_BYTES)
+        arena.slots[:] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        yield arena
+
+
+def blocks() -> TierBlocks:
+    return TierBlocks([digest_of(number) for number in range(NUM_SLOTS)], [0] * NUM_SLOTS)
+
+
+def ended(ticket: TierTicket) -> TierTicket:
+    ticket.wait(LONG_S)
+    return ticket
+
+
+def documented_user() -> list[str]:
+    """Return the words of the line `user kvstow` in the documentation."""
+    lines = [line for block in blocks_of(PAGE) for line in block.text.splitlines()]
+    (line,) = (line for line in lines if line.startswith("user kvstow "))
+    return line.split()[1:]
+
+
+def ready_url(server: Server, form: str) -> str:
+    """Return a URL of a server once it serves."""
+    if "cluster" in form:
+        server.command("CLUSTER", "ADDSLOTS", *map(str, range(16384)))
+        while b"cluster_state:ok" not in server.command("CLUSTER", "INFO"):
+            time.sleep(0.01)
+    return form.format(port=server.port)
+
+
+@pytest.mark.parametrize(
+    ("form", "more", "options"),
+    [
+        ("redis://127.0.0.1:{port}", "", ()),
+        ("redis://127.0.0.1:{port}/1", "+select", ()),
+        ("redis+cluster://127.0.0.1:{port}", "+cluster|slots +command", CLUSTER),
+    ],
+)
+def test_the_access_list_of_the_documentation_is_enough(
+    tmp_path: Path, arena: HostArena, form: str, more: str, options: tuple[str, ...]
+) -> None:
+    with Server(tmp_path, *options) as server:
+        url = ready_url(server, form)
+        server.command("ACL", "SETUSER", *documented_user())
+        if more:
+            with RespTier(arena, url, NAMESPACE, credentials=LOGIN) as tier:
+                refused = str(ended(tier.put(blocks(), range(NUM_SLOTS))).error)
+                assert "the access list refused a command: allow the user" in refused
+                assert more in refused
+            with pytest.raises(TransferError, match="refused to list or delete keys: log in as"):
+                count_blocks(url, credentials=LOGIN)
+            assert f"add `{more}`" in " ".join(PAGE.read_text().split())
+        server.command("ACL", "SETUSER", "kvstow", *more.split())
+        with RespTier(arena, url, NAMESPACE, credentials=LOGIN) as tier:
+            assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()
+            assert ended(tier.contains(blocks())).ok.all()
+            assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
+            assert ended(tier.delete(blocks())).ok.all()
+
+
+def test_the_access_list_of_the_documentation_is_enough_behind_sentinel(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with Server(tmp_path) as server, sentinel(tmp_path, server) as port:
+        server.command("ACL", "SETUSER", *documented_user())
+        url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + LONG_S
+        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=LOGIN) as tier:
+            while not (done := ended(tier.put(blocks(), range(NUM_SLOTS)))).ok.all():
+                assert time.monotonic() < until_s, done.error
+                time.sleep(0.05)
+            assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
+
+
+@pytest.mark.parametrize("name", ["KVSTOW_SHARED_USERNAME", "KVSTOW_SHARED_PASSWORD"])
+def test_a_login_that_is_not_utf_8_is_refused_without_its_text(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, os.fsdecode("open-sésame".encode("latin-1")))
+    url, given = "redis://127.0.0.1:1", b"open-s\xe9same"
+    for call in (
+        SharedStore(url).check,
+        lambda: RespTier(arena, url, NAMESPACE),
+        lambda: count_blocks(url),
+        lambda: Credentials(password=given),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            ConfigError, match=r"\(KVSTOW_SHARED_\w+\) is not text in UTF-8"
+        ) as refused:
+            call()
+        assert "same" not in repr(refused.value)
+
+
+def test_a_password_file_that_is_empty_at_the_start_is_read_again(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "may_try", lambda _: True)
+    file = tmp_path / "password"
+    file.write_text("")
+    with Server(tmp_path, "--requirepass", "open-sesame") as server:
+        login = Credentials.find(file)
+        with RespTier(arena, server.url, NAMESPACE, credentials=login) as tier:
+            assert "asks for a password" in str(ended(tier.contains(blocks())).error)
+            file.write_text("open-sesame\n")
+            assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()
