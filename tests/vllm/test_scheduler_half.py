@@ -11,7 +11,7 @@ from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, S
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from kvstow.vllm.messages import Copies
 
@@ -114,6 +114,43 @@ def test_a_block_that_another_connector_did_not_load_is_not_stored(lazy: bool) -
     for _ in range(3):
         scheduler.step()
         assert not scheduler.jobs.stores
+
+
+def loaded_by_another(scheduler: Scheduler, name: str) -> Request:
+    """Return a request that is admitted with 96 tokens of another connector.
+
+    That connector loads them within the first step, which computes 4 tokens.
+    """
+    request = scheduler.request(name, 100)
+    assert scheduler.half.lookup(request, 0) == 0
+    assert scheduler.manager.allocate_slots(request, 4, num_external_computed_tokens=96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks(name), 0)
+    request.num_computed_tokens = 96
+    return request
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+def test_nothing_of_a_request_is_stored_before_its_first_step_has_ended(*, fails: bool) -> None:
+    """The outcome may be that another connector did not load what the step read."""
+    scheduler = Scheduler(FULL, gathered_tokens=10_000)
+    scheduler.step()
+    request = loaded_by_another(scheduler, "a")
+    other = scheduler.request("b", (NUM_BLOCKS - 12) * BLOCK_SIZE, num_shared=0)
+    scheduler.admit(other)
+    # The step leaves no room, so it stores all that is known to be computed.
+    assert not scheduler.half.build(Step({"a": 4, "b": other.num_tokens})).stores
+    # Another step is scheduled while the first one runs.
+    for each in (request, other):
+        each.num_computed_tokens = each.num_in_flight_tokens = each.num_tokens
+    request.num_in_flight_tokens = 4
+    assert not scheduler.half.holds_freed_blocks()
+    assert not scheduler.half.build(Step()).stores
+    request.num_in_flight_tokens = other.num_in_flight_tokens = 0
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    output = KVConnectorOutput(invalid_block_ids=set(block_ids[:1]) if fails else set())
+    scheduler.half.processed(output)
+    (store,) = scheduler.half.build(Step()).stores
+    assert set(block_ids).isdisjoint(store.block_ids.tolist()) == fails
 
 
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:

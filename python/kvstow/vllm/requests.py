@@ -36,6 +36,8 @@ How a late look could store a wrong block, and what prevents it:
 
 - It counts tokens that are not computed: it reads `num_computed_tokens` less those of steps under
   way, as an early look does, and stores only where vLLM's block has the hash of these tokens.
+- It counts tokens that another connector loads within the first step of a request: it stores
+  nothing until the outcome of that step is known (`distrust`).
 - The request has lost its blocks since, and a load fills new ones: a request that starts over is
   looked at only after a step has scheduled it (`fresh`).
 
@@ -157,14 +159,18 @@ class TrackedRequest:
     def num_cached_tokens(self, tables: Tables) -> int:
         """Return how many computed tokens lie in blocks that have the hashes of these tokens.
 
-        Tokens of steps under way do not count. In a full-attention table the last block with its
-        own key proves the blocks before it, because a hash covers all tokens before it. vLLM hashes
-        a block in the step that fills it, or one step later if drafts filled it.
+        Tokens of steps under way do not count. None counts before the first step has ended, because
+        its outcome may be that another connector did not load the blocks that the step read. In a
+        full-attention table the last block with its own key proves the blocks before it, because a
+        hash covers all tokens before it. vLLM hashes a block in the step that fills it, or one step
+        later if drafts filled it.
         """
         request, model = self.request, self.model
         hashes: Sequence[bytes] = request.block_hashes
         num_hashed = len(hashes) * model.tokens_per_vllm_hash
         num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        if num_computed <= self.num_given_tokens:
+            return 0  # the outcome of its first step is not known
         num_computed = min(num_computed, num_hashed)
         for g, block_size, num_hashes, suffix in model.full_groups:
             if num_computed < self.due_tokens:
