@@ -153,6 +153,37 @@ def test_nothing_of_a_request_is_stored_before_its_first_step_has_ended(*, fails
     assert set(block_ids).isdisjoint(store.block_ids.tolist()) == fails
 
 
+@pytest.mark.parametrize("num_in_flight", [4, 0], ids=["in its first step", "after it"])
+def test_blocks_of_a_request_that_ends_while_another_connector_loads_lose_their_keys(
+    num_in_flight: int,
+) -> None:
+    """vLLM ignores a failed load of a request that is over."""
+    scheduler = Scheduler(FULL)
+    request = loaded_by_another(scheduler, "a")
+    scheduler.half.build(Step({"a": 4}))
+    request.num_computed_tokens, request.num_in_flight_tokens = 100, num_in_flight
+    scheduler.finish(request)
+    num_cached = scheduler.manager.get_computed_blocks(scheduler.request("b", 100))[1]
+    assert num_cached == (0 if num_in_flight else 96)
+
+
+def test_blocks_of_a_request_that_ends_in_its_first_step_keep_their_keys() -> None:
+    """No other connector had to load any of them."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    request = scheduler.request("b", 200)
+    assert scheduler.admit(request) == 96
+    scheduler.step()
+    scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.loads])
+    scheduler.manager.cache_blocks(request, 96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 0)
+    assert scheduler.manager.allocate_slots(request, 104)
+    scheduler.half.build(Step({"b": 104}))
+    request.num_computed_tokens, request.num_in_flight_tokens = 200, 104
+    scheduler.finish(request)
+    assert scheduler.manager.get_computed_blocks(scheduler.request("c", 200))[1] == 192
+
+
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
     """Its table counts the external tokens as computed, and they are not."""
     scheduler = Scheduler(FULL)

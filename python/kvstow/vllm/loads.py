@@ -118,6 +118,7 @@ class Loads:
             return
         self.requests.admit(request_id, tracked)
         start = tracked.num_local_tokens
+        tracked.num_own_tokens = start + num_external_tokens
         groups = self.tier.model.groups
         if self.tier.lazy is not None:
             for table, group in zip(blocks.blocks, groups, strict=True):

@@ -74,6 +74,8 @@ class TrackedRequest:
         last_hash: the last of these.
         num_local_tokens: tokens that its last lookup found on the device.
         num_given_tokens: tokens from hits and loads when its first step was scheduled.
+        num_own_tokens: those of them that vLLM found on the device or kvstow loads. Another
+            connector loads the others.
         num_settled_tokens: computed tokens whose blocks were stored because vLLM paused.
         is_admitted: vLLM gave it blocks.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
@@ -105,6 +107,7 @@ class TrackedRequest:
     last_hash: bytes = b""
     num_local_tokens: int = 0
     num_given_tokens: int = 0
+    num_own_tokens: int = 0
     num_settled_tokens: int = 0
     is_admitted: bool = False
     is_loading: bool = False
@@ -304,6 +307,19 @@ class Requests:
             if first < len(table):
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
+
+    def evict_unproven(self, request_id: str, tracked: TrackedRequest) -> None:
+        """Drop the keys of the blocks of a request that ends while another connector loads them.
+
+        vLLM frees these blocks with their keys. Of a request that is over it ignores the report
+        that they were not loaded. So later requests would hit them, and the tier would store them.
+        """
+        request, given = tracked.request, tracked.num_given_tokens
+        num_processed = request.num_computed_tokens - request.num_in_flight_tokens
+        if tracked.num_own_tokens < given >= num_processed:
+            first = tracked.num_own_tokens // tracked.model.groups[0].block_size
+            table = self.tier.tables[0].get(request_id, ())
+            self.tier.pool.evict_blocks({block.block_id for block in table[first:]} - {0})
 
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""

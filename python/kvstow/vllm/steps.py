@@ -126,4 +126,5 @@ class Steps:
             self.requests.look_at(request_id, tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
+        self.requests.evict_unproven(request_id, tracked)
         self.requests.forget(request_id)
