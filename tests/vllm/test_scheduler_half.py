@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvstow.vllm.loads import MAX_REFUSED_S
 from kvstow.vllm.messages import Copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -448,11 +449,36 @@ def test_a_request_keeps_its_hit_when_the_requests_before_it_end() -> None:
 
 
 def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
-    """vLLM then reserves the blocks for loads that were taken back, and only loads respect that."""
+    """vLLM then reserves the blocks for loads that were taken back, and only loads respect that.
+
+    Another connector may ask for time, so the next question alone does not show it.
+    """
     scheduler = Scheduler(FULL)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
+    for _ in range(3):
+        assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now = MAX_REFUSED_S
+    assert scheduler.half.lookup(refused, 0) == 0
+
+
+def test_a_request_keeps_its_hit_while_stores_hold_the_blocks() -> None:
+    """vLLM refuses the request until they are free, however long that takes."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    before = scheduler.request("b", 900, num_shared=0)
+    scheduler.admit(before)
+    scheduler.step(before)
+    scheduler.finish(before)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    refused = scheduler.request("c", 100)
+    for _ in range(3):
+        assert scheduler.half.lookup(refused, 0) == 96
+        scheduler.now += MAX_REFUSED_S
+    scheduler.step(released=[store.job_id])
     assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now += MAX_REFUSED_S
     assert scheduler.half.lookup(refused, 0) == 0
 
 

@@ -85,7 +85,8 @@ class TrackedRequest:
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
-        was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
+        offered_since: since when its lookups find tokens on the host, and neither requests nor
+            transfers hold blocks that it may need. None if the last lookup was another one.
         promote_until: when it stops waiting for the tier below; None unless it waits, or did.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
@@ -113,7 +114,7 @@ class TrackedRequest:
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
-    was_offered_idle: bool = False
+    offered_since: float | None = None
     promote_until: float | None = None
     next_look: int = 0
     scheduled_tokens: int = 0
