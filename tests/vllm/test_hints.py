@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstow import ConfigError
 from kvstow.vllm.hints import MAX_BODY_BYTES, MAX_WARNINGS, HintReader, Hints, RefuseWrongHints
-from kvstow.vllm.messages import Copies
+from kvstow.vllm.messages import Copies, StepReports
 from kvstow.vllm.stats import EXPORTED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -216,6 +217,21 @@ def test_blocks_of_low_priority_leave_first(
         again = scheduler.request(name, 100, cache_salt=name)
         assert scheduler.half.lookup(again, 0) == num_tokens
     assert scheduler.half.stats().get("priority_hints", 0) == (priority == "low")
+
+
+def test_a_request_that_comes_before_the_tier_keeps_its_low_priority() -> None:
+    """The first requests wait until every rank has reported its host memory."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    request = hinted(scheduler, "a", 100, priority="low")
+    assert scheduler.half.lookup(request, 0) is None
+    meta = StepReports(capacities={0: 12})
+    scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
+    run(scheduler, scheduler.request("b", 100, cache_salt="b"))
+    run(scheduler, request)
+    run(scheduler, scheduler.request("c", 50, cache_salt="c"))
+    for salt, num_tokens in ((None, 48), ("b", 96)):
+        again = scheduler.request(f"again {salt}", 100, cache_salt=salt)
+        assert scheduler.half.lookup(again, 0) == num_tokens
 
 
 # -- store_threshold ----------------------------------------------------------------------------

@@ -85,6 +85,7 @@ class TrackedRequest:
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
+        has_low_priority: the blocks that only it has stored are evicted before all others.
         offered_since: since when its lookups find tokens on the host, and neither requests nor
             transfers hold blocks that it may need. None if the last lookup was another one.
         promote_until: when it stops waiting for the tier below; None unless it waits, or did.
@@ -104,6 +105,7 @@ class TrackedRequest:
     recompute: bool = False
     max_stored_tokens: int = sys.maxsize
     max_load_tokens: int = sys.maxsize
+    has_low_priority: bool = False
     num_hashes: int = 0
     last_hash: bytes = b""
     num_local_tokens: int = 0
@@ -251,10 +253,22 @@ class Requests:
 
     def track(self, request: Request) -> TrackedRequest:
         """Begin to track a request."""
-        if self.tier.offload is not None:
-            self.tier.offload.add(request.request_id, [])
         tracked = self.tracked[request.request_id] = self._waiting(request)
+        self._add(tracked)
         return tracked
+
+    def add_tracked(self) -> None:
+        """Add the tracked requests to the tier, which is new."""
+        for tracked in self.tracked.values():
+            self._add(tracked)
+
+    def _add(self, tracked: TrackedRequest) -> None:
+        offload, request_id = self.tier.offload, tracked.request.request_id
+        if offload is None:
+            return
+        offload.add(request_id, [])
+        if tracked.has_low_priority:
+            offload.lower_priority(request_id)
 
     def start_over(self, request_id: str, *, recompute: bool = False) -> TrackedRequest:
         """Let a request wait again that has lost its blocks; `recompute` if its load has failed."""
@@ -286,8 +300,7 @@ class Requests:
             tracked.max_load_tokens = hints.max_load_tokens
         if request.resumable and not self.stores_sessions:
             tracked.is_stale = tracked.recompute = True
-        if hints.priority == "low" and self.tier.offload is not None:
-            self.tier.offload.lower_priority(request.request_id)
+        tracked.has_low_priority = hints.priority == "low"
         return tracked
 
     def admit(self, request_id: str, tracked: TrackedRequest) -> None:
