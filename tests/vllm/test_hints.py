@@ -438,7 +438,7 @@ def test_vllm_exports_every_count_of_hints() -> None:
 
 
 def served(
-    *parts: bytes, content_type: bytes = b"application/json"
+    *parts: bytes, content_types: Sequence[bytes] = (b"application/json",)
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Return what the client gets, and the body that vLLM reads; its answer has status 200."""
     to_come = [
@@ -460,7 +460,8 @@ def served(
             read += message["body"]
         await send({"type": "http.response.start", "status": 200})
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", content_type)]}
+    headers = [(b"content-type", content_type) for content_type in content_types]
+    scope = {"type": "http", "method": "POST", "headers": headers}
     asyncio.run(RefuseWrongHints(vllm)(scope, receive, send))
     return sent, read
 
@@ -474,11 +475,34 @@ def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
     assert error["code"] == 400 and message in error["message"]
 
 
+@pytest.mark.parametrize("key", ["kvstow", r"kvst\u006fw", r"\u006B\u0076stow"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
+def test_the_middleware_reads_hints_in_each_form_of_json(key: str, encoding: str) -> None:
+    """vLLM reads the same forms."""
+    body = f'{{"kv_transfer_params": {{"{key}": {{"store": 1}}}}}}'.encode(encoding)
+    assert served(body)[0][0]["status"] == 400
+
+
+@pytest.mark.parametrize(
+    "content_types",
+    [
+        [b"Application/JSON"],
+        [b"application/json; charset=utf-8"],
+        [b"application/vnd.api+json"],
+        [b"application/json", b"text/plain"],  # vLLM takes the first
+    ],
+)
+def test_the_middleware_knows_each_name_of_json(content_types: list[bytes]) -> None:
+    wrong = b'{"kv_transfer_params": {"kvstow": 1}}'
+    assert served(wrong, content_types=content_types)[0][0]["status"] == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [
         b"",
         b'{"prompt": "kvstow"}',
+        b'{"prompt": "kvst\\u006fw"}',
         b'{"kv_transfer_params": {"kvstow": {"store": false}}}',
         b'{"kv_transfer_params": {"kvstow": ',
         b'{"kvstow": ' + b"[" * 200_000,
@@ -486,7 +510,7 @@ def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
         b'{"kv_transfer_params": ["kvstow"]}',
         b'"kvstow"' + b" " * (MAX_BODY_BYTES + 1),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
     sent, read = served(body[:9], body[9:-9], body[-9:] if len(body) > 9 else b"")
@@ -496,7 +520,7 @@ def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
 
 def test_the_middleware_reads_json_only() -> None:
     wrong = b'{"kv_transfer_params": {"kvstow": 1}}'
-    assert served(wrong, content_type=b"multipart/form-data")[0][0]["status"] == 200
+    assert served(wrong, content_types=[b"multipart/form-data"])[0][0]["status"] == 200
     with pytest.raises(ConfigError):
         Hints.read({"kvstow": 1}, _raise)
 
