@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstow import ConfigError
 from kvstow.vllm.hints import MAX_BODY_BYTES, MAX_WARNINGS, HintReader, Hints, RefuseWrongHints
-from kvstow.vllm.messages import Copies
+from kvstow.vllm.messages import Copies, StepReports
 from kvstow.vllm.stats import EXPORTED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -216,6 +217,21 @@ def test_blocks_of_low_priority_leave_first(
         again = scheduler.request(name, 100, cache_salt=name)
         assert scheduler.half.lookup(again, 0) == num_tokens
     assert scheduler.half.stats().get("priority_hints", 0) == (priority == "low")
+
+
+def test_a_request_that_comes_before_the_tier_keeps_its_low_priority() -> None:
+    """The first requests wait until every rank has reported its host memory."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    request = hinted(scheduler, "a", 100, priority="low")
+    assert scheduler.half.lookup(request, 0) is None
+    meta = StepReports(capacities={0: 12})
+    scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
+    run(scheduler, scheduler.request("b", 100, cache_salt="b"))
+    run(scheduler, request)
+    run(scheduler, scheduler.request("c", 50, cache_salt="c"))
+    for salt, num_tokens in ((None, 48), ("b", 96)):
+        again = scheduler.request(f"again {salt}", 100, cache_salt=salt)
+        assert scheduler.half.lookup(again, 0) == num_tokens
 
 
 # -- store_threshold ----------------------------------------------------------------------------
@@ -422,7 +438,7 @@ def test_vllm_exports_every_count_of_hints() -> None:
 
 
 def served(
-    *parts: bytes, content_type: bytes = b"application/json"
+    *parts: bytes, content_types: Sequence[bytes] = (b"application/json",)
 ) -> tuple[list[dict[str, Any]], bytes]:
     """Return what the client gets, and the body that vLLM reads; its answer has status 200."""
     to_come = [
@@ -444,7 +460,8 @@ def served(
             read += message["body"]
         await send({"type": "http.response.start", "status": 200})
 
-    scope = {"type": "http", "method": "POST", "headers": [(b"content-type", content_type)]}
+    headers = [(b"content-type", content_type) for content_type in content_types]
+    scope = {"type": "http", "method": "POST", "headers": headers}
     asyncio.run(RefuseWrongHints(vllm)(scope, receive, send))
     return sent, read
 
@@ -458,11 +475,34 @@ def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
     assert error["code"] == 400 and message in error["message"]
 
 
+@pytest.mark.parametrize("key", ["kvstow", r"kvst\u006fw", r"\u006B\u0076stow"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-32-le"])
+def test_the_middleware_reads_hints_in_each_form_of_json(key: str, encoding: str) -> None:
+    """vLLM reads the same forms."""
+    body = f'{{"kv_transfer_params": {{"{key}": {{"store": 1}}}}}}'.encode(encoding)
+    assert served(body)[0][0]["status"] == 400
+
+
+@pytest.mark.parametrize(
+    "content_types",
+    [
+        [b"Application/JSON"],
+        [b"application/json; charset=utf-8"],
+        [b"application/vnd.api+json"],
+        [b"application/json", b"text/plain"],  # vLLM takes the first
+    ],
+)
+def test_the_middleware_knows_each_name_of_json(content_types: list[bytes]) -> None:
+    wrong = b'{"kv_transfer_params": {"kvstow": 1}}'
+    assert served(wrong, content_types=content_types)[0][0]["status"] == 400
+
+
 @pytest.mark.parametrize(
     "body",
     [
         b"",
         b'{"prompt": "kvstow"}',
+        b'{"prompt": "kvst\\u006fw"}',
         b'{"kv_transfer_params": {"kvstow": {"store": false}}}',
         b'{"kv_transfer_params": {"kvstow": ',
         b'{"kvstow": ' + b"[" * 200_000,
@@ -470,7 +510,7 @@ def test_the_middleware_refuses_a_wrong_hint(given: Any, message: str) -> None:
         b'{"kv_transfer_params": ["kvstow"]}',
         b'"kvstow"' + b" " * (MAX_BODY_BYTES + 1),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
     sent, read = served(body[:9], body[9:-9], body[-9:] if len(body) > 9 else b"")
@@ -480,7 +520,7 @@ def test_the_middleware_passes_other_requests_on(body: bytes) -> None:
 
 def test_the_middleware_reads_json_only() -> None:
     wrong = b'{"kv_transfer_params": {"kvstow": 1}}'
-    assert served(wrong, content_type=b"multipart/form-data")[0][0]["status"] == 200
+    assert served(wrong, content_types=[b"multipart/form-data"])[0][0]["status"] == 200
     with pytest.raises(ConfigError):
         Hints.read({"kvstow": 1}, _raise)
 

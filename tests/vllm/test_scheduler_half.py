@@ -11,8 +11,9 @@ from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, S
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
+from kvstow.vllm.loads import MAX_REFUSED_S
 from kvstow.vllm.messages import Copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -114,6 +115,74 @@ def test_a_block_that_another_connector_did_not_load_is_not_stored(lazy: bool) -
     for _ in range(3):
         scheduler.step()
         assert not scheduler.jobs.stores
+
+
+def loaded_by_another(scheduler: Scheduler, name: str) -> Request:
+    """Return a request that is admitted with 96 tokens of another connector.
+
+    That connector loads them within the first step, which computes 4 tokens.
+    """
+    request = scheduler.request(name, 100)
+    assert scheduler.half.lookup(request, 0) == 0
+    assert scheduler.manager.allocate_slots(request, 4, num_external_computed_tokens=96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks(name), 0)
+    request.num_computed_tokens = 96
+    return request
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
+def test_nothing_of_a_request_is_stored_before_its_first_step_has_ended(*, fails: bool) -> None:
+    """The outcome may be that another connector did not load what the step read."""
+    scheduler = Scheduler(FULL, gathered_tokens=10_000)
+    scheduler.step()
+    request = loaded_by_another(scheduler, "a")
+    other = scheduler.request("b", (NUM_BLOCKS - 12) * BLOCK_SIZE, num_shared=0)
+    scheduler.admit(other)
+    # The step leaves no room, so it stores all that is known to be computed.
+    assert not scheduler.half.build(Step({"a": 4, "b": other.num_tokens})).stores
+    # Another step is scheduled while the first one runs.
+    for each in (request, other):
+        each.num_computed_tokens = each.num_in_flight_tokens = each.num_tokens
+    request.num_in_flight_tokens = 4
+    assert not scheduler.half.holds_freed_blocks()
+    assert not scheduler.half.build(Step()).stores
+    request.num_in_flight_tokens = other.num_in_flight_tokens = 0
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    output = KVConnectorOutput(invalid_block_ids=set(block_ids[:1]) if fails else set())
+    scheduler.half.processed(output)
+    (store,) = scheduler.half.build(Step()).stores
+    assert set(block_ids).isdisjoint(store.block_ids.tolist()) == fails
+
+
+@pytest.mark.parametrize("num_in_flight", [4, 0], ids=["in its first step", "after it"])
+def test_blocks_of_a_request_that_ends_while_another_connector_loads_lose_their_keys(
+    num_in_flight: int,
+) -> None:
+    """vLLM ignores a failed load of a request that is over."""
+    scheduler = Scheduler(FULL)
+    request = loaded_by_another(scheduler, "a")
+    scheduler.half.build(Step({"a": 4}))
+    request.num_computed_tokens, request.num_in_flight_tokens = 100, num_in_flight
+    scheduler.finish(request)
+    num_cached = scheduler.manager.get_computed_blocks(scheduler.request("b", 100))[1]
+    assert num_cached == (0 if num_in_flight else 96)
+
+
+def test_blocks_of_a_request_that_ends_in_its_first_step_keep_their_keys() -> None:
+    """No other connector had to load any of them."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    request = scheduler.request("b", 200)
+    assert scheduler.admit(request) == 96
+    scheduler.step()
+    scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.loads])
+    scheduler.manager.cache_blocks(request, 96)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 0)
+    assert scheduler.manager.allocate_slots(request, 104)
+    scheduler.half.build(Step({"b": 104}))
+    request.num_computed_tokens, request.num_in_flight_tokens = 200, 104
+    scheduler.finish(request)
+    assert scheduler.manager.get_computed_blocks(scheduler.request("c", 200))[1] == 192
 
 
 def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
@@ -380,11 +449,36 @@ def test_a_request_keeps_its_hit_when_the_requests_before_it_end() -> None:
 
 
 def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
-    """vLLM then reserves the blocks for loads that were taken back, and only loads respect that."""
+    """vLLM then reserves the blocks for loads that were taken back, and only loads respect that.
+
+    Another connector may ask for time, so the next question alone does not show it.
+    """
     scheduler = Scheduler(FULL)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
+    for _ in range(3):
+        assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now = MAX_REFUSED_S
+    assert scheduler.half.lookup(refused, 0) == 0
+
+
+def test_a_request_keeps_its_hit_while_stores_hold_the_blocks() -> None:
+    """vLLM refuses the request until they are free, however long that takes."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    before = scheduler.request("b", 900, num_shared=0)
+    scheduler.admit(before)
+    scheduler.step(before)
+    scheduler.finish(before)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    refused = scheduler.request("c", 100)
+    for _ in range(3):
+        assert scheduler.half.lookup(refused, 0) == 96
+        scheduler.now += MAX_REFUSED_S
+    scheduler.step(released=[store.job_id])
     assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now += MAX_REFUSED_S
     assert scheduler.half.lookup(refused, 0) == 0
 
 

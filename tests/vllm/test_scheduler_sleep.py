@@ -306,3 +306,20 @@ def test_steps_under_way_end_before_a_sleep() -> None:
     assert not scheduler.half.may_rest()
     (store,) = scheduler.half.transfers.jobs.stores
     assert len(store.block_ids) == 4
+
+
+def test_no_block_is_stored_before_a_sleep_while_a_step_is_under_way() -> None:
+    """Another request has hit blocks of that step, and the step may prove them unwritten."""
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, lazy_offload=True)
+    request, waiting = (scheduler.request(name, 100) for name in "ab")
+    scheduler.admit(request)
+    request.num_computed_tokens = request.num_in_flight_tokens = 100
+    scheduler.admit(waiting)
+    waiting.num_computed_tokens = 96
+    waiting.status = RequestStatus.PREEMPTED
+    assert not scheduler.half.may_rest()
+    assert scheduler.half.transfers.jobs.stores == []
+    assert waiting.num_computed_tokens == 96
+    request.num_in_flight_tokens = 0
+    scheduler.half.may_rest()
+    assert waiting.num_computed_tokens == 0

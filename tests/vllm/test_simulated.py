@@ -398,6 +398,33 @@ def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
     engine.close()
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+def test_a_request_that_waits_for_stores_loads_its_hit(folder: Path, lazy: bool) -> None:
+    """No other request runs, and the last one's stores hold most of the device."""
+    engine = Simulated(folder, {"num_cpu_blocks": 400, "lazy_offload": lazy}, num_blocks=42)
+    engine.half.tier.gathered_tokens = 0
+    prompt = tokens(320, 1)
+    engine.add("first", prompt, max_tokens=1)
+    engine.settle()
+    engine.add("other", tokens(470, 3), max_tokens=1)  # lazy stores come with the next requests
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.add("large", tokens(470, 2), max_tokens=1)
+    while "large" in engine.requests:
+        engine.step()
+    engine.add("again", prompt, max_tokens=1)
+    assert engine.half.offload is not None
+    before = engine.half.offload.stats()["hit_tokens"]
+    for _ in range(3):
+        engine.step()
+    assert engine.requests["again"].num_computed_tokens == 0, "vLLM lacks the blocks"
+    engine.settle()
+    assert engine.half.offload.stats()["hit_tokens"] - before == 304
+    assert engine.answers["again"] == engine.right_answer(prompt, 1, None)
+    engine.check_at_rest()
+    engine.close()
+
+
 def test_hashes_that_vllm_has_replaced_are_reported_again(folder: Path) -> None:
     """The tier must follow if vLLM changes the tokens of a request for any reason."""
     engine = Simulated(folder, {"num_cpu_blocks": 60})

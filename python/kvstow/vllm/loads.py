@@ -19,6 +19,9 @@ from kvstow.vllm.transfers import Transfers
 
 logger = logging.getLogger("vllm." + __name__)
 
+# vLLM may refuse a load for this long though nothing is in its way. Then the request computes.
+MAX_REFUSED_S = 1.0
+
 
 @dataclass
 class Loads:
@@ -43,11 +46,7 @@ class Loads:
             tracked = self.requests.start_over(request.request_id, recompute=tracked.is_loading)
         elif tracked is None:
             tracked = self.requests.track(request)
-        elif tracked.was_offered_idle and self._is_idle():
-            # vLLM refused it, though no other request was in its way. vLLM reserves the free blocks
-            # for requests that it believes to be loading, because their loads were taken back, and
-            # this request may be one of them. Only loads respect that reserve, so it computes.
-            # If vLLM refused it while others ran, the pool was full: their blocks are free now.
+        elif self._is_refused(tracked):
             tracked.recompute = True
         tracked.num_local_tokens = num_local_tokens
         # Also for a request that loads nothing: its blocks are stored.
@@ -75,7 +74,10 @@ class Loads:
             found = offload.lookup(request.request_id, num_local_tokens, end)
         else:
             found = self._lookup_below(self.tier.below, tracked, end)
-        tracked.was_offered_idle = bool(found) and self._is_idle()
+        if not (found and self._is_idle()):
+            tracked.offered_since = None
+        elif tracked.offered_since is None:
+            tracked.offered_since = self.tier.clock()
         if found is not None and end == request.num_tokens - 1 and any(model.is_window):
             # Where prompts part, vLLM keeps what a later hit needs of a window or a state, but only
             # as far as the device holds the prefix. The host may hold more of it.
@@ -93,13 +95,29 @@ class Loads:
             tracked.promote_until = now + self.tier.options.promote_timeout_s
         return found
 
+    def _is_refused(self, tracked: TrackedRequest) -> bool:
+        """Whether vLLM would never let this request load, so that it must compute.
+
+        vLLM sets free blocks aside for drafts, and for requests that it believes to be loading. It
+        believes that of requests whose loads were taken back, and this one may be one of them. Only
+        loads must leave these blocks free.
+
+        One more question proves nothing: beside another connector, vLLM asks both again until both
+        have answered. If requests, loads or stores held the blocks, these come free.
+        """
+        since = tracked.offered_since
+        if since is None or self.tier.clock() < since + MAX_REFUSED_S:
+            return False
+        return self._is_idle()
+
     def _is_idle(self) -> bool:
-        """Whether no request runs, and none waits for a load that is under way."""
+        """Whether no request runs, no load is under way, and no store will give blocks back."""
         is_running = any(
             tracked.request.status == RequestStatus.RUNNING
             for tracked in self.requests.tracked.values()
         )
-        return not (is_running or self.transfers.is_loading)
+        transfers = self.transfers
+        return not (is_running or transfers.is_loading or transfers.holds_freed_blocks())
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plan the load of the external tokens, now that vLLM has given the request its blocks."""
@@ -118,6 +136,7 @@ class Loads:
             return
         self.requests.admit(request_id, tracked)
         start = tracked.num_local_tokens
+        tracked.num_own_tokens = start + num_external_tokens
         groups = self.tier.model.groups
         if self.tier.lazy is not None:
             for table, group in zip(blocks.blocks, groups, strict=True):

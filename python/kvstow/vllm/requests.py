@@ -36,6 +36,8 @@ How a late look could store a wrong block, and what prevents it:
 
 - It counts tokens that are not computed: it reads `num_computed_tokens` less those of steps under
   way, as an early look does, and stores only where vLLM's block has the hash of these tokens.
+- It counts tokens that another connector loads within the first step of a request: it stores
+  nothing until the outcome of that step is known (`distrust`).
 - The request has lost its blocks since, and a load fills new ones: a request that starts over is
   looked at only after a step has scheduled it (`fresh`).
 
@@ -72,6 +74,8 @@ class TrackedRequest:
         last_hash: the last of these.
         num_local_tokens: tokens that its last lookup found on the device.
         num_given_tokens: tokens from hits and loads when its first step was scheduled.
+        num_own_tokens: those of them that vLLM found on the device or kvstow loads. Another
+            connector loads the others.
         num_settled_tokens: computed tokens whose blocks were stored because vLLM paused.
         is_admitted: vLLM gave it blocks.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
@@ -81,7 +85,9 @@ class TrackedRequest:
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
-        was_offered_idle: its last lookup found tokens on the host, and no request was in its way.
+        has_low_priority: the blocks that only it has stored are evicted before all others.
+        offered_since: since when its lookups find tokens on the host, and neither requests nor
+            transfers hold blocks that it may need. None if the last lookup was another one.
         promote_until: when it stops waiting for the tier below; None unless it waits, or did.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
@@ -99,16 +105,18 @@ class TrackedRequest:
     recompute: bool = False
     max_stored_tokens: int = sys.maxsize
     max_load_tokens: int = sys.maxsize
+    has_low_priority: bool = False
     num_hashes: int = 0
     last_hash: bytes = b""
     num_local_tokens: int = 0
     num_given_tokens: int = 0
+    num_own_tokens: int = 0
     num_settled_tokens: int = 0
     is_admitted: bool = False
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
-    was_offered_idle: bool = False
+    offered_since: float | None = None
     promote_until: float | None = None
     next_look: int = 0
     scheduled_tokens: int = 0
@@ -157,14 +165,18 @@ class TrackedRequest:
     def num_cached_tokens(self, tables: Tables) -> int:
         """Return how many computed tokens lie in blocks that have the hashes of these tokens.
 
-        Tokens of steps under way do not count. In a full-attention table the last block with its
-        own key proves the blocks before it, because a hash covers all tokens before it. vLLM hashes
-        a block in the step that fills it, or one step later if drafts filled it.
+        Tokens of steps under way do not count. None counts before the first step has ended, because
+        its outcome may be that another connector did not load the blocks that the step read. In a
+        full-attention table the last block with its own key proves the blocks before it, because a
+        hash covers all tokens before it. vLLM hashes a block in the step that fills it, or one step
+        later if drafts filled it.
         """
         request, model = self.request, self.model
         hashes: Sequence[bytes] = request.block_hashes
         num_hashed = len(hashes) * model.tokens_per_vllm_hash
         num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        if num_computed <= self.num_given_tokens:
+            return 0  # the outcome of its first step is not known
         num_computed = min(num_computed, num_hashed)
         for g, block_size, num_hashes, suffix in model.full_groups:
             if num_computed < self.due_tokens:
@@ -241,10 +253,22 @@ class Requests:
 
     def track(self, request: Request) -> TrackedRequest:
         """Begin to track a request."""
-        if self.tier.offload is not None:
-            self.tier.offload.add(request.request_id, [])
         tracked = self.tracked[request.request_id] = self._waiting(request)
+        self._add(tracked)
         return tracked
+
+    def add_tracked(self) -> None:
+        """Add the tracked requests to the tier, which is new."""
+        for tracked in self.tracked.values():
+            self._add(tracked)
+
+    def _add(self, tracked: TrackedRequest) -> None:
+        offload, request_id = self.tier.offload, tracked.request.request_id
+        if offload is None:
+            return
+        offload.add(request_id, [])
+        if tracked.has_low_priority:
+            offload.lower_priority(request_id)
 
     def start_over(self, request_id: str, *, recompute: bool = False) -> TrackedRequest:
         """Let a request wait again that has lost its blocks; `recompute` if its load has failed."""
@@ -276,8 +300,7 @@ class Requests:
             tracked.max_load_tokens = hints.max_load_tokens
         if request.resumable and not self.stores_sessions:
             tracked.is_stale = tracked.recompute = True
-        if hints.priority == "low" and self.tier.offload is not None:
-            self.tier.offload.lower_priority(request.request_id)
+        tracked.has_low_priority = hints.priority == "low"
         return tracked
 
     def admit(self, request_id: str, tracked: TrackedRequest) -> None:
@@ -298,6 +321,19 @@ class Requests:
             if first < len(table):
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
+
+    def evict_unproven(self, request_id: str, tracked: TrackedRequest) -> None:
+        """Drop the keys of the blocks of a request that ends while another connector loads them.
+
+        vLLM frees these blocks with their keys. Of a request that is over it ignores the report
+        that they were not loaded. So later requests would hit them, and the tier would store them.
+        """
+        request, given = tracked.request, tracked.num_given_tokens
+        num_processed = request.num_computed_tokens - request.num_in_flight_tokens
+        if tracked.num_own_tokens < given >= num_processed:
+            first = tracked.num_own_tokens // tracked.model.groups[0].block_size
+            table = self.tier.tables[0].get(request_id, ())
+            self.tier.pool.evict_blocks({block.block_id for block in table[first:]} - {0})
 
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""

@@ -25,11 +25,13 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - Drafts are rejected, sessions go back, loads of other connectors fail: `num_computed_tokens`
   shrinks. It is read when the outcome of the step is known, less the tokens of steps under way.
 - Another connector fails to load blocks in the step that reads them. vLLM lets one request compute
-  them again, and counts them as computed for others (`Requests.distrust`).
+  them again, and counts them as computed for others (`Requests.distrust`). Until the outcome of its
+  first step is known, nothing of a request is stored (`TrackedRequest.num_cached_tokens`).
 - Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps
   under way, have no hash, and do not count either (`Steps.build`).
 - A request is aborted, finished or preempted while its steps are under way: those do not count, and
-  its blocks are not stored.
+  its blocks are not stored. Those that another connector loads lose their keys
+  (`Requests.evict_unproven`).
 - vLLM preempts a request in the step that granted it blocks: they lose their keys
   (`Steps.evict_unwritten`).
 - vLLM takes a block and caches it again, perhaps under an equal key: lazy mode offers a block only

@@ -123,6 +123,8 @@ class Sleep:
             return not self.tier.is_awaited()  # an empty step brings the ranks' capacities
         self.stores.store_gathered()
         tracked = list(self.requests.tracked.values())
+        if any(each.request.num_in_flight_tokens for each in tracked):
+            return False  # vLLM waits for these steps, and others may have hit their blocks
         may_go = all([self._settle(each) for each in tracked])
         below = self.tier.below
         has_work = below is not None and below.has_work
@@ -133,8 +135,6 @@ class Sleep:
         request = tracked.request
         if not tracked.is_admitted:
             return True
-        if request.num_in_flight_tokens:
-            return False  # vLLM waits for the steps that compute them
         is_waiting_for_load = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if is_waiting_for_load and not tracked.is_load_reported:
             return False

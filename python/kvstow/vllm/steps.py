@@ -98,7 +98,8 @@ class Steps:
         tier, transfers = self.tier, self.transfers
         if tier.below is not None:
             tier.below.processed(reports.below)
-        tier.add_capacities(reports.capacities, self.requests.tracked)
+        if tier.add_capacities(reports.capacities):
+            self.requests.add_tracked()
         for job_id, rank, _ in reports.reports:
             if job_id in transfers.in_flight:
                 transfers.in_flight[job_id].ranks.add(rank)
@@ -126,4 +127,5 @@ class Steps:
             self.requests.look_at(request_id, tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
+        self.requests.evict_unproven(request_id, tracked)
         self.requests.forget(request_id)

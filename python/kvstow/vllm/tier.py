@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -117,16 +117,19 @@ class HostTier:
         """Whether an error has turned the tier off."""
         return self.off_until is not None
 
-    def add_capacities(self, reported: Mapping[int, int], request_ids: Iterable[str]) -> None:
+    def add_capacities(self, reported: Mapping[int, int]) -> bool:
         """Take the host blocks that ranks report, and create the tier once all are known.
 
-        A rank may report twice, because steps overlap. `request_ids` are the tracked requests.
+        A rank may report twice, because steps overlap.
+
+        Returns:
+            Whether the tier is new: it knows none of the tracked requests.
 
         Raises:
             StateError: a rank reports another number than before.
         """
         if self.is_off:
-            return
+            return False
         for rank, num_blocks in reported.items():
             known = self._capacities.setdefault(rank, num_blocks)
             if num_blocks != known:
@@ -134,8 +137,10 @@ class HostTier:
                     f"rank {rank} reports {num_blocks} host blocks, expected {known} as before, so "
                     "its worker has lost the content of the host tier: restart the server"
                 )
-        if self.offload is None and len(self._capacities) == self.world_size:
-            self.agree(min(self._capacities.values()), request_ids)
+        if self.offload is not None or len(self._capacities) < self.world_size:
+            return False
+        self.agree(min(self._capacities.values()))
+        return True
 
     def is_awaited(self) -> bool:
         """Whether the tier is still to come, so that a request should wait for it.
@@ -161,7 +166,7 @@ class HostTier:
             )
         return False
 
-    def agree(self, num_host_blocks: int, request_ids: Iterable[str] = ()) -> None:
+    def agree(self, num_host_blocks: int) -> None:
         """Create the accounting of the tier, as large as every rank has memory for.
 
         It numbers its jobs from the start, so no job of an earlier tier may be in flight.
@@ -183,8 +188,6 @@ class HostTier:
         )
         if below is not None:
             below.begin(self.offload)
-        for request_id in request_ids:
-            self.offload.add(request_id, [])
 
     @property
     def max_stored_blocks(self) -> int:
