@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ from tests.tiers.setup import (
 )
 
 from kvstow import ConfigError, StateError
-from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, SlotTier, slot_store
+from kvstow.tiers import (
+    Fingerprint,
+    SlotFile,
+    SlotFileMismatch,
+    SlotTier,
+    TierTicket,
+    slot_store,
+)
 from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_index import VERSION
+from kvstow.tiers.ticket import tickets_made
 from kvstow.transfer import HostArena
 
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
@@ -219,6 +228,46 @@ def test_renewal_that_is_interrupted_anywhere_takes_place_or_does_not(
             assert get(tier, KEYS[:1], [0]) == now, f"line {line}"
     assert line > 10, "some lines were interrupted"
     assert now == [False], "a renewal that is not interrupted takes place"
+
+
+def test_renewal_that_is_interrupted_while_a_thread_ends_it_takes_place(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No ticket reports a new generation while the tier serves the old one."""
+    is_ending, may_end, tickets = threading.Event(), threading.Event(), list[TierTicket]()
+    with open_file(tmp_path, arena) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+        store = tier._store
+        lock, end = store._lock, store._end
+
+        class Interrupted:
+            """The lock of the store. An interrupt comes as the caller lets go of it."""
+
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+                if threading.current_thread() is threading.main_thread():
+                    assert is_ending.wait(LONG_S)
+                    raise KeyboardInterrupt
+
+        def slow_end(*arguments: Any) -> None:
+            is_ending.set()
+            assert may_end.wait(LONG_S)
+            end(*arguments)
+
+        monkeypatch.setattr(store, "_lock", Interrupted())
+        monkeypatch.setattr(store, "_end", slow_end)
+        with pytest.raises(KeyboardInterrupt), tickets_made(tickets):
+            tier.renew()
+        monkeypatch.setattr(store, "_lock", lock)
+        may_end.set()
+        tickets[0].wait_until_ended(LONG_S)
+        assert tickets[0].ok.tolist() == [True]
+        assert get(tier, KEYS[:1], [0]) == [False], "the old generation is served"
+        assert all(put(tier, KEYS[:1], [0]))
+        assert all(get(tier, KEYS[:1], [0]))
 
 
 class FailingWrite(Here):

@@ -210,7 +210,8 @@ class SlotStore:
                 else:
                     self._begin(job)
         except BaseException:  # an interrupt: a generation that the file does not get never counts
-            if not (job in self._jobs or (ticket.has_ended and ticket.ok[0])):
+            # A job that has begun takes place, unless `_begin` has taken it back, or it has failed.
+            if job is None or not job.is_begun or (ticket.has_ended and not ticket.ok[0]):
                 self.header, self.context = before
                 ticket.end()
             raise
