@@ -9,10 +9,11 @@ from kvstow._core import ConfigError
 
 
 def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
-    """Return whether `given` is a str, or a path object that holds one instead of bytes."""
+    """Return whether `given` is a str that can name a file, or a path object that holds one."""
     try:
-        return isinstance(os.fspath(given), str)  # type: ignore[call-overload]
-    except TypeError:
+        path = os.fspath(given)  # type: ignore[call-overload]
+        return isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):  # the second for a lone surrogate
         return False
 
 

@@ -538,8 +538,8 @@ class BytesPath:
         return b"slots"
 
 
-@pytest.mark.parametrize("wrong", [None, b"slots", BytesPath(), "slots\0"])
-def test_path_of_another_type_is_a_config_error(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [None, b"slots", BytesPath(), "slots\0", "slots\ud800"])
+def test_path_that_can_name_no_file_is_a_config_error(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"path is .*; pass the name of a file"):
         SlotFile(wrong, "1MiB")
 

@@ -56,6 +56,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"store_threshold": 256}, "at least 1 and at most 255"),
         ({"max_store_blocks_in_flight": 0}, "max_store_blocks_in_flight is 0"),
         ({"events_path": ""}, "events_path"),
+        ({"events_path": "\ud800"}, "and it must be the name of a file"),
+        ({"weights_version_path": "a\0b"}, "and it must be the name of a file"),
         ({"observe_gib": "32GiB"}, "a finite number of GiB above 0, such as 32"),
     ],
 )

@@ -129,7 +129,7 @@ def _check_place(to: To, model: Model) -> None:
     given = f"identity is {model.identity!r} and weights_version {model.weights_version!r}"
     if not all(isinstance(name, str) for name in (model.identity, model.weights_version)):
         raise ConfigError(f"{given}; pass strings")
-    if to is not HOST and (not is_path(to) or "\0" in os.fspath(to)):
+    if to is not HOST and not is_path(to):
         raise ConfigError(f"to is {to!r}; pass HOST, or the name of a file")
     if to is not HOST and not (model.identity and model.weights_version):
         raise ConfigError(

@@ -68,7 +68,7 @@ class SlotFile:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` if a value can never be right."""
-        if not is_path(self.path) or "\0" in os.fspath(self.path):
+        if not is_path(self.path):
             raise ConfigError(f"path is {self.path!r}; pass the name of a file")
         for name in ("max_bytes", "max_in_flight_bytes", "max_quarantined_bytes"):
             parse_bytes(getattr(self, name), name=name)

@@ -15,8 +15,8 @@ Each tier below the host has a part of each half: `disk` and `disk_worker`, `sha
 which of their loads are not worth the wait. `secondary_tier` is a disk tier for vLLM's own
 `OffloadingConnector`. This is the only folder that imports vLLM.
 
-May import: kvstow, kvstow._core, kvstow.build, kvstow.memory, kvstow.observability, kvstow.sizes,
-kvstow.tiers, kvstow.transfer.
+May import: kvstow, kvstow._core, kvstow.arguments, kvstow.build, kvstow.memory,
+kvstow.observability, kvstow.sizes, kvstow.tiers, kvstow.transfer.
 """
 
 from __future__ import annotations

@@ -151,9 +151,13 @@ class Security:
     key_file: str | None = None
 
     def check(self, address: Address) -> None:
-        """Raise `ConfigError` if a file is named and connections to `address` have no TLS."""
+        """Raise `ConfigError` if a file is none, or connections to `address` have no TLS."""
         for name, value in asdict(self).items():
-            if value is not None and not address.is_encrypted:
+            if value is None:
+                continue
+            if not is_path(value):
+                raise ConfigError(f"{name} is {value!r}; pass the name of a file")
+            if not address.is_encrypted:
                 raise ConfigError(
                     f"{name} is {os.fspath(value)!r}, and connections to {address} have no TLS: "
                     f"begin the URL with rediss, or leave {name} out"
