@@ -11,13 +11,14 @@ from kvstow._core import ConfigError
 def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
     """Return whether `given` may name a file: a str, or a path object that holds one.
 
-    Bytes are no path, and neither is a text with a null character, which no system call takes.
+    Bytes are no path. Neither is a text that no system call takes, for a null character or a lone
+    surrogate.
     """
     try:
-        text: object = os.fspath(given)  # type: ignore[call-overload]
-    except TypeError:
+        path: object = os.fspath(given)  # type: ignore[call-overload]
+        return isinstance(path, str) and b"\0" not in os.fsencode(path)
+    except (TypeError, UnicodeEncodeError):
         return False
-    return isinstance(text, str) and "\0" not in text
 
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:

@@ -567,6 +567,7 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.restart(5, after=READY, identity="", weights_version=""), "path is 5"),
         (lambda e: e.restart(b"f", after=READY, identity="", weights_version=""), "path is b'f'"),
         (lambda e: e.restart("\0", after=READY, identity="", weights_version=""), "path is "),
+        (lambda e: e.restart("\ud800", after=READY, identity="", weights_version=""), "path is "),
         (lambda e: e.step(["runs"], 1), "not a sequence of integers for num_new_tokens"),
         (lambda e: e.step(["runs"], ["5"]), "num_new_tokens has '5', which is not an integer"),
         (lambda e: e.step(["runs"], [-1]), f"num_new_tokens has -1: each must be 1 to {2**40}"),

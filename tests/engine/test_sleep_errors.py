@@ -157,7 +157,7 @@ def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
         for options in halves:
             with pytest.raises(ConfigError, match="a file needs both"):
                 it.engine.sleep(after=READY, to=tmp_path / "image", **options)
-        for place in 5, None, b"image", "im\0age":
+        for place in 5, None, b"image", "im\0age", "im\ud800age":
             with pytest.raises(ConfigError, match="pass HOST, or the name of a file"):
                 it.engine.sleep(after=READY, to=place, **WHO)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="pass strings"):

@@ -88,11 +88,18 @@ def open_file(
     return slot_file(path, **options).open(arena, model, files=files or Here())
 
 
-def is_open_interrupted(path: Path, arena: HostArena, line: int, sources: str) -> bool:
+def is_open_interrupted(
+    path: Path,
+    arena: HostArena,
+    line: int,
+    sources: str,
+    *,
+    skipped: tuple[str, ...] = ("with ", "try:"),
+) -> bool:
     """Open a file and close it, but interrupt the opening at a line; see `is_interrupted`."""
     opened: list[SlotTier] = []
     is_cut_short = is_interrupted(
-        lambda: opened.append(open_file(path, arena)), line, sources, skipped=("with ", "try:")
+        lambda: opened.append(open_file(path, arena)), line, sources, skipped=skipped
     )
     for tier in opened:
         tier.close()

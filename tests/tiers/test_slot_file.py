@@ -7,6 +7,7 @@ import gc
 import os
 import socket
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,17 @@ from tests.tiers.setup import (
 )
 
 from kvstow import ConfigError, StateError
-from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, slot_store
+from kvstow.tiers import (
+    Fingerprint,
+    SlotFile,
+    SlotFileMismatch,
+    SlotTier,
+    TierTicket,
+    slot_store,
+)
 from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_index import VERSION
+from kvstow.tiers.ticket import tickets_made
 from kvstow.transfer import HostArena
 
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
@@ -219,6 +228,46 @@ def test_renewal_that_is_interrupted_anywhere_takes_place_or_does_not(
             assert get(tier, KEYS[:1], [0]) == now, f"line {line}"
     assert line > 10, "some lines were interrupted"
     assert now == [False], "a renewal that is not interrupted takes place"
+
+
+def test_renewal_that_is_interrupted_while_a_thread_ends_it_takes_place(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No ticket reports a new generation while the tier serves the old one."""
+    is_ending, may_end, tickets = threading.Event(), threading.Event(), list[TierTicket]()
+    with open_file(tmp_path, arena) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+        store = tier._store
+        lock, end = store._lock, store._end
+
+        class Interrupted:
+            """The lock of the store. An interrupt comes as the caller lets go of it."""
+
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+                if threading.current_thread() is threading.main_thread():
+                    assert is_ending.wait(LONG_S)
+                    raise KeyboardInterrupt
+
+        def slow_end(*arguments: Any) -> None:
+            is_ending.set()
+            assert may_end.wait(LONG_S)
+            end(*arguments)
+
+        monkeypatch.setattr(store, "_lock", Interrupted())
+        monkeypatch.setattr(store, "_end", slow_end)
+        with pytest.raises(KeyboardInterrupt), tickets_made(tickets):
+            tier.renew()
+        monkeypatch.setattr(store, "_lock", lock)
+        may_end.set()
+        tickets[0].wait_until_ended(LONG_S)
+        assert tickets[0].ok.tolist() == [True]
+        assert get(tier, KEYS[:1], [0]) == [False], "the old generation is served"
+        assert all(put(tier, KEYS[:1], [0]))
+        assert all(get(tier, KEYS[:1], [0]))
 
 
 class FailingWrite(Here):
@@ -489,8 +538,8 @@ class BytesPath:
         return b"slots"
 
 
-@pytest.mark.parametrize("wrong", [None, b"slots", BytesPath(), "slots\0"])
-def test_path_of_another_type_is_a_config_error(wrong: Any) -> None:
+@pytest.mark.parametrize("wrong", [None, b"slots", BytesPath(), "slots\0", "slots\ud800"])
+def test_path_that_can_name_no_file_is_a_config_error(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"path is .*; pass the name of a file"):
         SlotFile(wrong, "1MiB")
 
@@ -503,16 +552,77 @@ def test_fingerprint_longer_than_the_header_is_refused() -> None:
 # -- the end -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_new", [False, True])
 def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
-    tmp_path: Path, arena: HostArena
+    tmp_path: Path, arena: HostArena, is_new: bool
 ) -> None:
     line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    # A descriptor is forgotten before it is closed. So an interrupt of the close leaves it open.
+    skipped = ("with ", "try:", "os.close(file)")
     while is_cut_short:
         line += 1
-        is_cut_short = is_open_interrupted(tmp_path, arena, line, sources)
+        is_cut_short = is_open_interrupted(tmp_path, arena, line, sources, skipped=skipped)
         gc.collect()
-        open_file(tmp_path, arena).close()  # which is refused while the file is locked
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"line {line}"
+        # This is refused while the file is locked, and for data without an index.
+        open_file(tmp_path, arena).close()
+        if is_new:
+            for it in tmp_path.iterdir():
+                it.unlink()
     assert line > 100, "some lines were interrupted"
+
+
+def test_interrupted_creation_of_the_data_file_leaves_no_file(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Interrupted(Here):
+        def open(self, path: str, flags: int) -> int:
+            file = super().open(path, flags)
+            if path.endswith("slots"):
+                os.close(file)  # nobody else learns its number
+                raise KeyboardInterrupt
+            return file
+
+    with pytest.raises(KeyboardInterrupt):
+        open_file(tmp_path, arena, files=Interrupted())
+    assert on_disk(tmp_path) == {}
+
+
+def test_opening_removes_no_file_that_another_program_has_created(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Beaten(Here):
+        """Another program makes the data file just before this one does."""
+
+        def open(self, path: str, flags: int) -> int:
+            if path.endswith("slots"):
+                (tmp_path / "slots").write_bytes(b"my thesis")
+            return super().open(path, flags)
+
+    with pytest.raises(ConfigError, match="File exists"):
+        open_file(tmp_path, arena, files=Beaten())
+    assert on_disk(tmp_path) == {"slots": b"my thesis"}
+
+
+def test_opening_removes_no_index_that_another_process_has_locked(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    others: list[SlotTier] = []
+
+    class Overtaken(Here):
+        """Another process opens and locks the index that this one has created."""
+
+        def lock(self, file: int) -> None:
+            others.append(open_file(tmp_path, arena))
+            super().lock(file)
+
+    with pytest.raises(StateError, match="is in use in this process"):
+        open_file(tmp_path, arena, files=Overtaken())
+    with others[0] as other:
+        assert put(other, KEYS[:1], [0]) == [True]
+    with open_file(tmp_path, arena) as tier:
+        assert get(tier, KEYS[:1], [0]) == [True]
 
 
 class InterruptedOnce(Here):

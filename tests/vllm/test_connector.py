@@ -57,6 +57,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"max_store_blocks_in_flight": 0}, "max_store_blocks_in_flight is 0"),
         ({"events_path": ""}, "events_path"),
         ({"disk_path": "/d\0"}, "it must be a text that is not empty and has no null character"),
+        ({"events_path": "\ud800"}, "and it must be the name of a file"),
         ({"observe_gib": "32GiB"}, "a finite number of GiB above 0, such as 32"),
     ],
 )

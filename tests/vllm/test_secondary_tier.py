@@ -672,6 +672,12 @@ def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
     assert world.has(KEYS[0])
 
 
+@pytest.mark.parametrize("path", [3, "a\0b", "\ud800"])
+def test_version_path_that_can_name_no_file_is_refused(make: Make, path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"weights_version_path is .*; write the name of a file"):
+        make(weights_version_path=path)
+
+
 def test_jobs_that_vllm_has_not_heard_of_end_at_a_reset(make: Make) -> None:
     world = make()
     world.store(KEYS[:4])

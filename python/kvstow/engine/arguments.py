@@ -126,7 +126,7 @@ def check_names(**names: object) -> None:
 
 
 def check_path(argument: str, path: object) -> None:
-    """Refuse what is no path."""
+    """Refuse what cannot name a file."""
     if not is_path(path):
         raise ConfigError(f"{argument} is {path!r}, expected a str or a Path: name a file")
 

@@ -126,16 +126,13 @@ class Lanes:
         max_quarantined_bytes: int,
         now: Callable[[], float],
     ) -> None:
-        """Start the threads.
+        """Start no thread yet.
 
         Args:
             num_lanes: threads for puts, and as many for all other work.
             stuck_after_s: seconds after which a call counts as one that does not return.
             max_quarantined_bytes: bytes in such calls. With more, the lanes go off.
             now: seconds, as `time.monotonic` gives them.
-
-        Raises:
-            StateError: the system starts no more threads.
         """
         self.in_flight_bytes = self.quarantined_bytes = 0
         self.error: TransferError | None = None
@@ -157,16 +154,24 @@ class Lanes:
         self._put_pace, self._other_pace = Pace(slow_s), Pace(slow_s)
         self._lanes: list[_Lane] = []
         self._own = threading.local()  # the lane of each thread
+
+    def start(self) -> None:
+        """Start the threads. After an error or an interrupt, the caller calls `abort`.
+
+        Raises:
+            StateError: the system starts no more threads.
+        """
         try:
-            for queue in (self._puts, self._others) * num_lanes:
+            for queue in (self._puts, self._others) * self._num_lanes:
                 self._add(queue)
             threading.Thread(target=self._watch, name="kvstow-tier-watch", daemon=True).start()
-        except BaseException as error:  # an interrupt, too: nobody else ends those that run
-            self.stop()
-            self._stop_watch.put(None)
-            if not isinstance(error, RuntimeError):
-                raise
+        except RuntimeError as error:
             raise without_thread(error) from error
+
+    def abort(self) -> None:
+        """Let each thread that runs end, before any work was queued. Does not wait."""
+        self.stop()
+        self._stop_watch.put(None)
 
     def submit(self, pieces: deque[Work], *, is_put: bool) -> None:
         """Queue all pieces of a job. An interrupt may leave none of them queued.

@@ -48,6 +48,7 @@ _ORPHANS: Final = (
     "A killed vLLM server may leave processes named VLLM::EngineCore and VLLM::Worker: end them"
 )
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+_NEW = _FLAGS | os.O_CREAT | os.O_EXCL
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = {
     "nfs",
@@ -231,6 +232,8 @@ class _Opening:
         self._wanted = wanted
         self._undo = undo
         self._index_path = wanted.path + INDEX_SUFFIX
+        self._opened: list[int] = []
+        undo.callback(self._close_all)  # the first, so it comes last, because it ends the lock
 
     def run(self) -> Opened:
         """Open both files, and make them what is wanted."""
@@ -239,7 +242,7 @@ class _Opening:
         had_index = files.stat(self._index_path) is not None
         if had_data and not had_index:
             raise self._foreign(f"{self._index_path} does not exist")
-        index = self._open(self._index_path, is_new=not had_index)
+        index = self._open(self._index_path, _FLAGS if had_index else _NEW)
         try:
             files.lock(index)
         except BlockingIOError as error:
@@ -251,6 +254,10 @@ class _Opening:
                     "close the other one, or give each process and each rank a path of its own",
                 )
             ) from error
+        if not had_index:
+            # Only now, because another process may have opened and locked the new index first. An
+            # empty index that an interrupt leaves alone is opened as a new one.
+            self._on_failure(files.remove, self._index_path)
         found = self._found(index, has_data=had_data)
         self._check_space()
         empty = wanted.new_header()
@@ -259,7 +266,7 @@ class _Opening:
             write_header(files, index, replace(empty, num_slots=0))
         elif found.num_slots > wanted.num_slots:
             write_header(files, index, replace(found, num_slots=wanted.num_slots))
-        data = self._open(wanted.path, is_new=not had_data)
+        data = self._open(wanted.path, _FLAGS) if had_data else self._create_data()
         data_bytes = self._resize(data, wanted.path, wanted.num_slots * wanted.slot_bytes)
         self._resize(index, self._index_path, index_bytes(wanted.num_slots))
         header = replace(found or empty, num_slots=wanted.num_slots)
@@ -329,13 +336,32 @@ class _Opening:
                 f"system of {folder} has {free:,} free; lower it, or free some space"
             )
 
-    def _open(self, path: str, *, is_new: bool) -> int:
-        file = self._files.open(path, _FLAGS | (os.O_CREAT | os.O_EXCL if is_new else 0))
-        # In reverse order, so a new file is removed before its lock is released.
-        self._on_failure(self._files.close, file)
-        if is_new:
-            self._on_failure(self._files.remove, path)
-        return file
+    def _create_data(self) -> int:
+        """Create the data file, so that an interrupt at any line does not leave it behind.
+
+        Left without its index, it would be refused as a file of the user.
+        """
+        may_be_new = True
+
+        def remove() -> None:
+            if may_be_new:
+                self._files.remove(self._wanted.path)
+
+        self._on_failure(remove)
+        try:
+            return self._open(self._wanted.path, _NEW)
+        except OSError:  # it is not new: another program may have created it just now
+            may_be_new = False
+            raise
+
+    def _open(self, path: str, flags: int) -> int:
+        self._opened.append(self._files.open(path, flags))
+        return self._opened[-1]
+
+    def _close_all(self) -> None:
+        while self._opened:
+            with contextlib.suppress(OSError):
+                self._files.close(self._opened.pop())
 
     def _resize(self, file: int, path: str, new_bytes: int) -> int:
         """Give a file its size, with the space reserved, and return the old size."""
@@ -361,11 +387,8 @@ class _Opening:
 
     def _sync_folder(self) -> None:
         """Make the names of new files survive a loss of power."""
-        folder = self._files.open(os.path.dirname(self._wanted.path) or ".", os.O_RDONLY)
-        try:
-            self._files.sync(folder)
-        finally:
-            self._files.close(folder)
+        self._files.sync(self._open(os.path.dirname(self._wanted.path) or ".", os.O_RDONLY))
+        self._files.close(self._opened.pop())
 
     def _on_failure(self, call: Callable[..., object], *arguments: object) -> None:
         def undo() -> None:

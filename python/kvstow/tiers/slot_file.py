@@ -26,6 +26,7 @@ from kvstow.arguments import checked_int, is_path
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
+from kvstow.tiers.lanes import Lanes
 from kvstow.tiers.opening import Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
@@ -146,20 +147,27 @@ class SlotTier(Tier):
                 f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
                 f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
             )
+        num_threads = min(config.num_threads, in_flight // slot_bytes)
+        lanes = Lanes(
+            num_threads,
+            stuck_after_s=config.stuck_after_s,
+            max_quarantined_bytes=parse_bytes(config.max_quarantined_bytes),
+            now=files.now,
+        )
         store: SlotStore | None = None
         undo = contextlib.ExitStack()
         try:
             opened = open_slot_file(files, wanted, undo)
             super().__init__(arena, opened.header.num_slots)
+            undo.callback(lanes.abort)
+            lanes.start()
             self._store = store = SlotStore(
                 files,
                 opened,
                 self._rows,
                 ArenaSums(arena),
-                num_threads=config.num_threads,
-                max_in_flight_bytes=in_flight,
-                max_quarantined_bytes=parse_bytes(config.max_quarantined_bytes),
-                stuck_after_s=config.stuck_after_s,
+                lanes,
+                most_bytes=in_flight // num_threads,
             )
             # At interpreter exit too: a thread must not write while memory is taken down around it.
             self._stop = weakref.finalize(self, store.close)

@@ -70,23 +70,17 @@ class SlotStore:
         frames: the frames of all slots, zeros where a slot holds nothing.
     """
 
-    def __init__(  # noqa: PLR0913 - the file, its host side, and its bounds
+    def __init__(  # noqa: PLR0913 - the file, its host side, and its threads
         self,
         files: Files,
         opened: Opened,
         rows: Rows,
         sums: ArenaSums,
+        lanes: Lanes,
         *,
-        num_threads: int,
-        max_in_flight_bytes: int,
-        max_quarantined_bytes: int,
-        stuck_after_s: float,
+        most_bytes: int,
     ) -> None:
-        """Start the threads.
-
-        Raises:
-            StateError: the system starts no more threads.
-        """
+        """Take over the file, and the threads. Each moves at most `most_bytes` at a time."""
         self.header = opened.header
         self.context = self._opened_context = opened.context
         self.frames: Final = opened.frames
@@ -94,9 +88,8 @@ class SlotStore:
         self._now = files.now
         self._rows, self._sums = rows, sums
         slot_bytes = opened.header.slot_bytes
-        num_threads = max(1, min(num_threads, max_in_flight_bytes // slot_bytes))
-        self._most_bytes = max_in_flight_bytes // num_threads
-        self._per_piece = max(1, min(_PIECE_BYTES, self._most_bytes) // slot_bytes)
+        self._most_bytes = most_bytes
+        self._per_piece = max(1, min(_PIECE_BYTES, most_bytes) // slot_bytes)
         self._lock = threading.RLock()
         self._header_lock = threading.Lock()
         self._slots_in_use = Marks(opened.header.num_slots)
@@ -107,13 +100,8 @@ class SlotStore:
         self._read_only: TransferError | None = None
         self._off: TransferError | None = None
         self._is_closed = self._is_forked = False
-        self._lanes = Lanes(
-            num_threads,
-            stuck_after_s=stuck_after_s,
-            max_quarantined_bytes=max_quarantined_bytes,
-            now=files.now,
-        )
-        self._calls = SlotCalls(files, opened.data, opened.index, rows, self._lanes)
+        self._lanes = lanes
+        self._calls = SlotCalls(files, opened.data, opened.index, rows, lanes)
         close_in_children(self)
 
     @property
@@ -222,7 +210,8 @@ class SlotStore:
                 else:
                     self._begin(job)
         except BaseException:  # an interrupt: a generation that the file does not get never counts
-            if not (job in self._jobs or (ticket.has_ended and ticket.ok[0])):
+            # A job that has begun takes place, unless `_begin` has taken it back, or it has failed.
+            if job is None or not job.is_begun or (ticket.has_ended and not ticket.ok[0]):
                 self.header, self.context = before
                 ticket.end()
             raise

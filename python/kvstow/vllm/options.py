@@ -12,6 +12,7 @@ from reprlib import repr as short_repr
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from kvstow import ConfigError
+from kvstow.arguments import is_path
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.asking import DEFAULT_WAIT_S
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
@@ -104,10 +105,18 @@ def read_trace_bytes(name: str, value: object) -> int:
 
 
 def read_text(name: str, value: object) -> str:
-    """Return a text that is not empty. Most are paths, which have no null character."""
+    """Return a text that is not empty, and that C code does not cut off at a null character."""
     if not isinstance(value, str) or not value or "\0" in value:
         raise _refused(name, value, "a text that is not empty and has no null character")
     return value
+
+
+def read_path(name: str, value: object) -> str:
+    """Return a text that can name a file."""
+    text = read_text(name, value)
+    if not is_path(text):
+        raise _refused(name, value, "the name of a file")
+    return text
 
 
 def read_url(name: str, value: object) -> str:
@@ -295,16 +304,16 @@ class Options:
     eviction_policy: str = option("lru", read_choice("lru", "hit-density"))
     load_timeout_s: float = option(60.0, read_seconds)
     verify: Literal["off", "checksum"] = option("off", read_choice("off", "checksum"))
-    events_path: str | None = option(None, read_text)
+    events_path: str | None = option(None, read_path)
     preserve_on_sleep: bool = option(False, read_flag)
-    weights_version_path: str | None = option(None, read_text)
+    weights_version_path: str | None = option(None, read_path)
     observe: bool = option(False, read_flag)
     observe_gib: float | None = option(None, read_gib)
     observe_half_life_s: float = option(3600.0, read_seconds)
-    record_trace: str | None = option(None, read_text)
+    record_trace: str | None = option(None, read_path)
     record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)
     accelerate: bool = option(False, read_flag)
-    disk_path: str | None = option(None, read_text)
+    disk_path: str | None = option(None, read_path)
     disk_bytes_to_use: int | None = option(None, read_size)
     disk_admit: Literal["all", "returned"] = option("all", read_choice("all", "returned"))
     disk_max_write_bytes_per_s: int | None = option(None, read_size)
@@ -314,10 +323,10 @@ class Options:
     disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
     disk_flush_s: float = option(3.0, read_seconds)
     shared: str | None = option(None, read_url)
-    shared_password_file: str | None = option(None, read_text)
-    shared_ca_file: str | None = option(None, read_text)
-    shared_certificate_file: str | None = option(None, read_text)
-    shared_key_file: str | None = option(None, read_text)
+    shared_password_file: str | None = option(None, read_path)
+    shared_ca_file: str | None = option(None, read_path)
+    shared_certificate_file: str | None = option(None, read_path)
+    shared_key_file: str | None = option(None, read_path)
     shared_ask_timeout_s: float = option(DEFAULT_WAIT_S, read_seconds)
     shared_timeout_s: float = option(DEFAULT_TIMEOUT_S, read_seconds)
     shared_ttl_s: int | None = option(None, read_count(1))

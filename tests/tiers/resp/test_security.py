@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +170,16 @@ def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_bloc
             assert not ticket.ok.any()
             assert "the server asks for a password: set KVSTOW_SHARED_USER" in str(ticket.error)
         listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("path", [3, b"file", "a\0b", "\ud800"])
+def test_path_that_can_name_no_file_is_refused(arena: HostArena, path: Any) -> None:
+    with pytest.raises(ConfigError, match=r"password_file is .*; pass the name of a file"):
+        Credentials.find(path)
+    for name in ("ca_file", "certificate_file", "key_file"):
+        security = Security(**{name: path})
+        with pytest.raises(ConfigError, match=f"{name} is .*; pass the name of a file"):
+            RespTier(arena, "rediss://host", NAMESPACE, security=security)
 
 
 def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: HostArena) -> None:
