@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,33 @@ def test_every_event_is_a_line_with_its_fields(tmp_path: Path) -> None:
         {"event": "CacheStoreCommitted", "job_id": 1, "num_blocks": 4},
         {"event": "TransferCompleted", "job_id": 1, "direction": "store", "ok": True},
     ]
+
+
+@pytest.mark.parametrize("now_s", [np.float32(1.5), np.int64(2), Fraction(3, 2), True], ids=repr)
+def test_time_of_any_real_number_is_a_number_in_the_file(now_s: float, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with engine(events_path=path, load_timeout_s=60.0, clock=lambda: now_s) as kv:
+        serve(kv, "first", DOCUMENT)
+        assert type(kv.stats()["store_seconds"]) is float
+    assert {type(line["time_s"]) for line in lines(path)} == {float}
+    assert {line["time_s"] for line in lines(path)} == {float(now_s)}
+
+
+@pytest.mark.parametrize("now_s", [float("nan"), float("inf"), None, "1"], ids=repr)
+def test_time_that_is_no_finite_number_is_refused_and_loses_no_event(
+    now_s: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.jsonl"
+    times: list[object] = [now_s]
+    with engine(events_path=path, clock=lambda: times[-1]) as kv:
+        assert kv.ledger.pool.reset()
+        with pytest.raises(ConfigError, match="the clock says"):
+            kv.poll()
+        assert path.read_bytes() == b""
+        times.append(0.5)
+        kv.poll()
+    [line] = lines(path)
+    assert line == {"time_s": 0.5, "event": "AllBlocksCleared", "medium": "GPU"}
 
 
 def test_the_module_docstring_lists_the_fields_of_each_event() -> None:

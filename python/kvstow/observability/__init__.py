@@ -2,7 +2,7 @@
 
 `MetricsCollector` needs `prometheus_client`, the extra `metrics`.
 
-May import: kvstow._core, kvstow.closing, kvstow.transfer.
+May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.transfer.
 """
 
 from typing import TYPE_CHECKING

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from kvstow._core import (
     AllBlocksCleared,
@@ -38,6 +38,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
+from kvstow.arguments import read_clock
 from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
@@ -90,7 +91,7 @@ class EventFile(Closing):
 
         Args:
             path: a file in a folder that exists.
-            clock: returns the seconds for `time_s`.
+            clock: returns the finite seconds for `time_s`.
 
         Raises:
             ConfigError: `path` is no path, or the file cannot be opened, or it is neither a regular
@@ -118,15 +119,19 @@ class EventFile(Closing):
         close_in_children(self)
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
-        """Append these events, and pass them to the operating system. Once a step is enough."""
+        """Append these events, and pass them to the operating system. Once a step is enough.
+
+        Raises:
+            ConfigError: the clock returns no finite seconds. The file is unchanged.
+        """
         if not events:
             return
         if self._descriptor is None:
             self.num_lost += len(events)
             return
-        time_s = self._clock()
+        time_s = read_clock(self._clock)
         lines = [
-            json.dumps({"time_s": time_s} | event_fields(event), default=_hex) + "\n"
+            json.dumps({"time_s": time_s} | event_fields(event), default=bytes.hex) + "\n"
             for event in events
         ]
         try:
@@ -207,8 +212,3 @@ def append_all(descriptor: int, data: bytes) -> None:
             with suppress(OSError):
                 os.ftruncate(descriptor, begin)
         raise
-
-
-def _hex(value: Any) -> str:
-    # json calls this for bytes, the only values in an event that JSON lacks.
-    return bytes(value).hex()
