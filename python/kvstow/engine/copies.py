@@ -105,7 +105,8 @@ class Copies:
             assert end is not None, f"all ranks have reported job {job_id}"
             if end.ok:
                 self._count(_BYTES[transfer.direction], transfer.num_bytes)
-                self._count(_SECONDS[transfer.direction], end_s - transfer.begin_s)
+                # A counter never falls, also if the clock has stepped back.
+                self._count(_SECONDS[transfer.direction], max(0.0, end_s - transfer.begin_s))
             request_id = self._waiting_for(transfer)
             if report and transfer.direction == "store" and not end.late:
                 state.report_store(len(transfer.job) if end.ok else 0, int(not end.ok))
