@@ -143,6 +143,21 @@ def test_a_full_file_moves_and_its_ids_stay(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size <= 400 for name in os.listdir(tmp_path))
 
 
+def test_requests_that_have_waited_for_another_do_not_fill_a_file_beyond_its_size(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path, max_bytes=1000)
+    first = request("first", range(16))
+    trace.admitted(first, 0, 0)
+    serve(trace, *(request(str(at), range(64), START_S + at) for at in range(50)))
+    trace.finished(first)
+    trace.close()
+    sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path)}
+    assert sizes.keys() == {"trace.jsonl", "trace.jsonl.1"} and max(sizes.values()) <= 1000
+    assert rows(path)[-1]["timestamp"] == 49_000
+
+
 @pytest.mark.parametrize("path", ["", "missing/trace.jsonl", "."])
 def test_a_path_that_cannot_be_opened_is_refused(path: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name a file in a folder"):

@@ -217,7 +217,6 @@ class TraceRecorder:
 
         A request waits for those before it, unless too many blocks wait.
         """
-        texts = []
         while self._lines:
             request_id, line = next(iter(self._lines.items()))
             may_pass = all_ended or self._num_held_blocks > MAX_HELD_BLOCKS
@@ -227,10 +226,8 @@ class TraceRecorder:
             if line.text is None:
                 self._late[request_id] = line
             else:
-                texts.append(line.text)
+                self._write(line.text.encode())
                 self._num_held_blocks -= line.num_blocks
-        if texts:
-            self._write("".join(texts).encode())
 
     def _ids(self, item: _Ended) -> list[int]:
         """Return an id for each block of a prompt; those without a hash occur nowhere else."""
@@ -244,6 +241,7 @@ class TraceRecorder:
         return ids
 
     def _write(self, data: bytes) -> None:
+        """Write one line, so that no file grows by a backlog of them."""
         if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
             self._open()
         assert self._descriptor is not None
