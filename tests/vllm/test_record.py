@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,14 +120,41 @@ def test_requests_are_in_the_order_of_admission(
     # The second request still runs when the recording ends.
     assert [row["input_length"] for row in rows(path)] == [20, 22, 23]
 
-    monkeypatch.setattr(record, "MAX_HELD_BLOCKS", 2)
+    monkeypatch.setattr(record, "MAX_HELD_BYTES", 500)
     trace = recorder(path)
     for each in requests:
         trace.admitted(each, 0, 0)
     for at in (2, 3, 1, 0):
         trace.finished(requests[at])
     trace.close()
-    assert [row["input_length"] for row in rows(path)] == [22, 23, 21, 20], "too many blocks waited"
+    assert [row["input_length"] for row in rows(path)] == [22, 23, 21, 20], "too much waited"
+
+
+def test_requests_without_a_block_pass_one_that_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "MAX_HELD_BYTES", 10_000)
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path)
+    endless = request("endless", range(16))
+    trace.admitted(endless, 0, 0)
+    serve(trace, *(request(str(at), range(3)) for at in range(100)))
+    wait_until(lambda: path.stat().st_size > 0)
+    trace.finished(endless)
+    trace.close()
+    lengths = [row["input_length"] for row in rows(path)]
+    assert sorted(lengths) == [3] * 100 + [16]
+
+
+def test_request_whose_id_is_used_again_keeps_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path)
+    first, second, third = [request(name, range(20 + at)) for at, name in enumerate("abb")]
+    trace.admitted(first, 0, 0)
+    serve(trace, second, third)
+    trace.finished(first)
+    trace.close()
+    assert [row["input_length"] for row in rows(path)] == [20, 21, 22]
 
 
 def test_a_full_file_moves_and_its_ids_stay(tmp_path: Path) -> None:
@@ -225,10 +252,14 @@ def test_requests_without_hashes_still_have_an_id_for_each_block(tmp_path: Path)
 
 
 def wait_until_off(trace: TraceRecorder) -> None:
+    wait_until(lambda: trace.is_off)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
-    while not trace.is_off and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.001)
-    assert trace.is_off
+    assert condition()
 
 
 # -- behind vLLM's scheduler -----------------------------------------------------------------------

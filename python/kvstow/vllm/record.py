@@ -27,6 +27,7 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -43,18 +44,31 @@ logger = logging.getLogger("vllm." + __name__)
 SALT_BYTES: Final = 32
 # Blocks of requests that wait for the thread: 80 MiB of hashes.
 MAX_QUEUED_BLOCKS: Final = 1 << 20
-# Blocks of requests that have ended, and wait for an earlier one that runs: 32 MiB of ids.
-MAX_HELD_BLOCKS: Final = 1 << 22
+# Lines of requests that have ended, and wait for an earlier one that runs.
+MAX_HELD_BYTES: Final = 64 << 20
+# Memory of a line beside its text.
+_LINE_BYTES: Final = 256
 CLOSE_S: Final = 10.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """A request in the order of admission; `text` is None while it runs."""
+    """A request.
+
+    Attributes:
+        timestamp: its arrival.
+        text: its line in the file, which is empty if it is missing there. None while it runs.
+        is_passed: requests that vLLM admitted later do not wait for it.
+    """
 
     timestamp: int
     text: str | None = None
-    num_blocks: int = 0
+    is_passed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of a line that has a text."""
+        return _LINE_BYTES + len(self.text or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +114,9 @@ class TraceRecorder:
         self._start_s = clock()
         self._salt = os.urandom(SALT_BYTES)
         self._num_tails = 0
-        self._lines: dict[str, _Line] = {}
-        self._late: dict[str, _Line] = {}  # requests that others have passed
-        self._num_held_blocks = 0
+        self._running: dict[str, _Line] = {}
+        self._lines: deque[_Line] = deque()  # in the order of admission
+        self._num_held_bytes = 0
         self._queue: SimpleQueue[tuple[str, int] | _Ended | None] = SimpleQueue()
         self._num_queued_blocks = self._num_written_blocks = 0
         self._num_lost = 0
@@ -188,7 +202,7 @@ class TraceRecorder:
     def _stop(self) -> None:
         self.is_off = True
         self._lines.clear()
-        self._late.clear()
+        self._running.clear()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -196,38 +210,38 @@ class TraceRecorder:
     def _take(self, item: tuple[str, int] | _Ended) -> None:
         if not isinstance(item, _Ended):
             request_id, timestamp = item
-            self._lines[request_id] = _Line(timestamp)
+            admitted = self._running[request_id] = _Line(timestamp)
+            self._lines.append(admitted)
             return
         self._num_written_blocks += len(item.hashes)
-        line = self._late.pop(item.request_id, None) or self._lines.get(item.request_id)
+        # Forgotten before the line is written, because a later request may have this id.
+        line = self._running.pop(item.request_id, None)
         if line is None:
             return
-        if item.num_prompt_tokens == 0:
-            self._lines.pop(item.request_id, None)
-        else:
-            ids = self._ids(item)
-            line.num_blocks = len(ids)
-            line.text = _json(line.timestamp, item, ids)
-            self._num_held_blocks += len(ids)
-            self._lines.setdefault(item.request_id, line)
+        is_missing = item.num_prompt_tokens == 0
+        line.text = "" if is_missing else _json(line.timestamp, item, self._ids(item))
+        self._num_held_bytes += line.num_bytes
+        if line.is_passed:
+            self._lines.append(line)
         self._write_lines()
 
     def _write_lines(self, *, all_ended: bool = False) -> None:
         """Write the requests that have ended, in the order of admission.
 
-        A request waits for those before it, unless too many blocks wait.
+        A request waits for those before it, unless the lines that wait take too much memory.
         """
         while self._lines:
-            request_id, line = next(iter(self._lines.items()))
-            may_pass = all_ended or self._num_held_blocks > MAX_HELD_BLOCKS
+            line = self._lines[0]
+            may_pass = all_ended or self._num_held_bytes > MAX_HELD_BYTES
             if line.text is None and not may_pass:
                 break
-            del self._lines[request_id]
+            self._lines.popleft()
             if line.text is None:
-                self._late[request_id] = line
-            else:
+                line.is_passed = True
+                continue
+            self._num_held_bytes -= line.num_bytes
+            if line.text:
                 self._write(line.text.encode())
-                self._num_held_blocks -= line.num_blocks
 
     def _ids(self, item: _Ended) -> list[int]:
         """Return an id for each block of a prompt; those without a hash occur nowhere else."""
