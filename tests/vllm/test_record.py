@@ -170,6 +170,20 @@ def test_a_full_file_moves_and_its_ids_stay(tmp_path: Path) -> None:
     assert all((tmp_path / name).stat().st_size <= 400 for name in os.listdir(tmp_path))
 
 
+def test_a_full_file_behind_a_link_moves_beside_it(tmp_path: Path) -> None:
+    large, link = tmp_path / "large", tmp_path / "trace.jsonl"
+    large.mkdir()
+    link.symlink_to("large/trace.jsonl")
+    (large / "trace.jsonl").write_text("earlier\n")
+    trace = recorder(link, max_bytes=400)
+    assert (large / "trace.jsonl.1").read_text() == "earlier\n"
+    serve(trace, *(request(str(at), range(64), START_S + at) for at in range(10)))
+    trace.close()
+    assert link.is_symlink() and {*os.listdir(tmp_path)} == {"large", "trace.jsonl"}
+    assert {*os.listdir(large)} == {"trace.jsonl", "trace.jsonl.1"}
+    assert rows(link)[-1]["timestamp"] == 9000
+
+
 def test_requests_that_have_waited_for_another_do_not_fill_a_file_beyond_its_size(
     tmp_path: Path,
 ) -> None:

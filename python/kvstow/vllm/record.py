@@ -83,7 +83,8 @@ class TraceRecorder:
     """Writes the requests of one vLLM scheduler to a file.
 
     Attributes:
-        path: the file. `path.1` has the requests before those.
+        path: the file, or a symbolic link to it. The name of the file with `.1` has the requests
+            before those.
         is_off: the recording has ended, by an error or by `close`.
     """
 
@@ -95,12 +96,13 @@ class TraceRecorder:
         max_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file; what an earlier server has recorded there moves to `path.1`.
+        """Open the file; what an earlier server has recorded there gets the name with `.1`.
 
         Args:
-            path: a file in a folder that exists.
+            path: a file in a folder that exists, or a symbolic link to one.
             model: the model, with the tokens of vLLM's hashes.
-            max_bytes: when the file has so many bytes, it moves to `path.1` and another begins.
+            max_bytes: when the file has so many bytes, it gets the name with `.1`, and another
+                begins.
             clock: seconds since the epoch, as in `Request.arrival_time`.
 
         Raises:
@@ -124,6 +126,7 @@ class TraceRecorder:
         self._descriptor: int | None = None
         self._num_bytes = 0
         try:
+            self._file = os.path.realpath(path)  # a symbolic link keeps its place
             self._open()
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -263,13 +266,13 @@ class TraceRecorder:
         self._num_bytes += len(data)
 
     def _open(self) -> None:
-        """Begin an empty file, and move one that has content to `path.1`."""
+        """Begin an empty file. One that has content gets the name with `.1`."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        if os.path.isfile(self.path) and os.path.getsize(self.path):
-            os.replace(self.path, f"{self.path}.1")
-        self._descriptor, self._num_bytes = open_to_append(self.path), 0
+        if os.path.isfile(self._file) and os.path.getsize(self._file):
+            os.replace(self._file, f"{self._file}.1")
+        self._descriptor, self._num_bytes = open_to_append(self._file), 0
 
 
 def _json(timestamp: int, item: _Ended, ids: list[int]) -> str:
