@@ -184,6 +184,24 @@ def test_a_full_file_behind_a_link_moves_beside_it(tmp_path: Path) -> None:
     assert rows(link)[-1]["timestamp"] == 9000
 
 
+def test_a_server_does_not_move_the_file_of_another(tmp_path: Path, log: list[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [request(str(at), range(64), START_S + at) for at in range(10)]
+    first = recorder(path, max_bytes=400)
+    serve(first, requests[0])
+    wait_until(lambda: path.stat().st_size > 0)
+    second = recorder(path)
+    serve(second, *requests[:5])
+    wait_until(lambda: path.read_bytes().count(b"\n") == 5)
+    serve(first, *requests)
+    wait_until_off(first)
+    serve(second, *requests[5:])
+    second.close()
+    assert [row["timestamp"] for row in rows(path)] == [1000 * at for at in range(10)]
+    [line] = log
+    assert "another server records there: name a file for each" in line
+
+
 def test_requests_that_have_waited_for_another_do_not_fill_a_file_beyond_its_size(
     tmp_path: Path,
 ) -> None:

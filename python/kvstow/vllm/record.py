@@ -22,6 +22,7 @@ with one warning.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -266,11 +267,19 @@ class TraceRecorder:
         self._num_bytes += len(data)
 
     def _open(self) -> None:
-        """Begin an empty file. One that has content gets the name with `.1`."""
+        """Begin an empty file. One that has content gets the name with `.1`.
+
+        Raises:
+            OSError: the file cannot be opened, or it is another server's by now.
+        """
+        own = None
         if self._descriptor is not None:
+            own = os.fstat(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
         if os.path.isfile(self._file) and os.path.getsize(self._file):
+            if own is not None and not os.path.samestat(own, os.stat(self._file)):
+                raise OSError(errno.EBUSY, "another server records there: name a file for each")
             os.replace(self._file, f"{self._file}.1")
         self._descriptor, self._num_bytes = open_to_append(self._file), 0
 
