@@ -617,6 +617,7 @@ def test_request_id_of_a_wrong_type_is_unknown() -> None:
         ({"policy": None}, "policy is None, expected a str"),
         ({"events": "e.jsonl"}, "events is 'e.jsonl', .* with events_path"),
         ({"events_path": 5}, "the path of the events file is 5"),
+        ({"events_path": b"/dev/null"}, "the path of the events file is b'/dev/null'"),
         ({"clock": 3}, "clock is 3, expected a callable"),
         ({"mover": HostMover.__name__}, "mover is 'HostMover', expected a callable"),
         ({"max_in_flight_tokens": 0}, "max_in_flight_tokens is 0, outside 1 to"),

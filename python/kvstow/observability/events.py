@@ -38,7 +38,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
-from kvstow.arguments import read_clock
+from kvstow.arguments import is_path, read_clock
 from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
@@ -97,12 +97,9 @@ class EventFile(Closing):
             ConfigError: `path` is no path, or the file cannot be opened, or it is neither a regular
                 file nor a character device such as /dev/null.
         """
-        try:
-            self.path = os.fspath(path)
-        except TypeError:
-            raise ConfigError(
-                f"the path of the events file is {path!r}: pass the name of a file"
-            ) from None
+        if not is_path(path):
+            raise ConfigError(f"the path of the events file is {path!r}: pass the name of a file")
+        self.path = os.fspath(path)
         self.num_written = 0
         self.num_lost = 0
         self._clock = clock
