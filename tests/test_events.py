@@ -165,6 +165,25 @@ def test_a_second_engine_appends_to_the_file(tmp_path: Path) -> None:
     assert kinds == kinds[: len(kinds) // 2] * 2
 
 
+def test_event_behind_a_line_that_a_crash_cut_off_has_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for _ in range(2):
+        with engine(events_path=path) as kv:
+            serve(kv, "first", DOCUMENT)
+    num_lines = len(lines(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with engine(events_path=path) as kv:
+        assert path.read_bytes() == whole[:-20]
+        for name in "first", "again":
+            serve(kv, name, DOCUMENT)
+    written = path.read_bytes().splitlines()
+    assert written[: num_lines - 1] == whole.splitlines()[:-1]
+    assert written[num_lines - 1] == whole.splitlines()[-1][:-19]
+    assert len(written) > num_lines
+    assert all(json.loads(line) for line in written[num_lines:])
+
+
 def test_close_completes_the_transfers_in_flight_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with engine(events_path=str(path)) as kv:

@@ -76,7 +76,8 @@ class EventFile(Closing):
 
     The writer serves requests, so a file that cannot be written (a full disk, say) raises no error.
     The events file logs the problem once, gives the file up, and counts the events that it loses.
-    It cuts off a line that was written in part, if the system allows.
+    It cuts off a line that was written in part, if the system allows. If a writer was killed within
+    a line, the next event begins on a line of its own.
 
     Attributes:
         path: the path of the file.
@@ -114,6 +115,8 @@ class EventFile(Closing):
         # Closes the file with the last reference to this object if nobody calls `close`.
         self._finalizer = weakref.finalize(self, _close, descriptor)
         close_in_children(self)
+        # A writer that was killed may have left the beginning of a line.
+        self._before = b"\n" if _ends_within_a_line(self.path, descriptor) else b""
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
         """Append these events, and pass them to the operating system. Once a step is enough.
@@ -132,11 +135,12 @@ class EventFile(Closing):
             for event in events
         ]
         try:
-            append_all(self._descriptor, "".join(lines).encode())
+            append_all(self._descriptor, self._before + "".join(lines).encode())
         except OSError as error:
             self.num_lost += len(events)
             self._give_up(error)
         else:
+            self._before = b""
             self.num_written += len(events)
 
     def close(self) -> None:
@@ -188,6 +192,17 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _ends_within_a_line(path: str, descriptor: int) -> bool:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return False
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return not file.read().endswith(b"\n")
+    except OSError:  # the file is empty, or this process may only write it
+        return False
 
 
 def _close(descriptor: int) -> None:
