@@ -357,6 +357,35 @@ def test_partial_writes_are_continued(tmp_path: Path, monkeypatch: pytest.Monkey
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("where", ["behind the part", "between two parts"])
+def test_a_full_disk_leaves_the_lines_of_another_writer(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    part, line = b'{"time_s', b'{"time_s": 1}\n'
+    num_parts = {"behind the part": 1, "between two parts": 2}[where]
+    written: list[int] = []
+
+    def write(file: int, data: bytes) -> int:
+        if len(written) == num_parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(real_write(file, part))
+        if len(written) == 1:
+            with path.open("ab", buffering=0) as other:
+                real_write(other.fileno(), line)
+        return written[-1]
+
+    real_write = os.write
+    pool = BlockPool(4, events=True)
+    pool.cache(pool.allocate(1), [b"ab"])
+    with EventFile(path) as file:
+        monkeypatch.setattr(os, "write", write)
+        file.write(pool.take_events())
+        monkeypatch.undo()
+        assert (file.num_written, file.num_lost) == (0, 1)
+    assert path.read_bytes() == part + line + part * (num_parts - 1)
+
+
 def test_an_error_on_close_is_logged_and_not_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -212,15 +212,34 @@ def _close(descriptor: int) -> None:
 def append_all(descriptor: int, data: bytes) -> None:
     """Write all of the data, or cut the file off where the data began.
 
+    The data stays if another process has written behind its beginning, because its lines would go.
+
     Raises:
         OSError: not all of it could be written.
     """
-    begin, rest = os.fstat(descriptor).st_size, memoryview(data)
+    rest = memoryview(data)
+    begin: int | None = None
     try:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
+            if rest and begin is None:
+                begin = _position(descriptor) - (len(data) - len(rest))
     except OSError:
-        if len(rest) < len(data):
-            with suppress(OSError):
-                os.ftruncate(descriptor, begin)
+        if begin is not None:
+            _cut_off(descriptor, begin, len(data) - len(rest))
         raise
+
+
+def _position(descriptor: int) -> int:
+    """Return where the last write has ended. A device may have no such place."""
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_CUR)
+    except OSError:
+        return -1
+
+
+def _cut_off(descriptor: int, begin: int, num_bytes: int) -> None:
+    """Remove the end of a file if it is `num_bytes` long and this descriptor has written it."""
+    with suppress(OSError):
+        if _position(descriptor) == os.fstat(descriptor).st_size == begin + num_bytes:
+            os.ftruncate(descriptor, begin)
