@@ -109,6 +109,7 @@ FLAG = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"cpu_bytes_to_use": "24GiB"},
 }
+OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
 MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
 
 
@@ -116,7 +117,16 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
     ("flag", "problems"),
     [
         (FLAG, []),
-        (MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, {}]}}, []),
+        (MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, OTHER]}}, []),
+        (
+            MULTI
+            | {"kv_connector_extra_config": {"connectors": [OTHER, FLAG | {"kv_role": None}, 5]}},
+            [
+                "kv_role of connectors[1] is None, and vLLM refuses it.",
+                "kv_connector of connectors[2] is None, and vLLM refuses it.",
+                "kv_role of connectors[2] is None, and vLLM refuses it.",
+            ],
+        ),
         (
             MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, FLAG]}},
             ["It names KVStowConnector 2 times."],
@@ -132,7 +142,7 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
             FLAG | {"kv_connector_extra_config": {"cpu_byte_to_use": 1}},
             ["kv_connector_extra_config has no option 'cpu_byte_to_use'."],
         ),
-        (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24."]),
+        (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24, and vLLM"]),
         (
             FLAG | {"cpu_bytes_to_use": 1},
             ["cpu_bytes_to_use is an option of kvstow, and it is outside of kv_connector_extra"],
@@ -155,6 +165,31 @@ def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str
         assert finding.says.startswith(problem)
         assert finding.advice
         assert finding.status != "ok"
+
+
+def test_values_that_vllm_refuses_are_broken() -> None:
+    kv_transfer = pytest.importorskip("vllm.config.kv_transfer")
+    texts = [None, "", "1", "x", "kv_both", "kv_producer", "kv_any", "fail", "recompute", "fails"]
+    values = [*texts, True, 0, 5, 5.0, 5.5, -1, 1e400, [], ["x"], {}, {"observe": True}]
+    num_refused = 0
+    for key in vllm_keys():
+        for value in values:
+            part = OTHER | {key: value}
+            try:
+                kv_transfer.KVTransferConfig(**part)
+                is_refused = part["kv_connector"] is None
+            except ValueError:
+                is_refused = True
+            num_refused += is_refused
+            flag = MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, part]}}
+            broken = [one for one in flag_findings(json.dumps(flag)) if one.status == "broken"]
+            assert bool(broken) == is_refused, (key, value, broken)
+    assert num_refused > 50
+
+
+def test_flag_that_lacks_a_role_is_broken() -> None:
+    (finding,) = flag_findings(json.dumps({k: v for k, v in FLAG.items() if k != "kv_role"}))
+    assert finding.says == "kv_role is None, and vLLM refuses it."
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,33 @@ def test_every_event_is_a_line_with_its_fields(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("now_s", [np.float32(1.5), np.int64(2), Fraction(3, 2), True], ids=repr)
+def test_time_of_any_real_number_is_a_number_in_the_file(now_s: float, tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with engine(events_path=path, load_timeout_s=60.0, clock=lambda: now_s) as kv:
+        serve(kv, "first", DOCUMENT)
+        assert type(kv.stats()["store_seconds"]) is float
+    assert {type(line["time_s"]) for line in lines(path)} == {float}
+    assert {line["time_s"] for line in lines(path)} == {float(now_s)}
+
+
+@pytest.mark.parametrize("now_s", [float("nan"), float("inf"), None, "1"], ids=repr)
+def test_time_that_is_no_finite_number_is_refused_and_loses_no_event(
+    now_s: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "events.jsonl"
+    times: list[object] = [now_s]
+    with engine(events_path=path, clock=lambda: times[-1]) as kv:
+        assert kv.ledger.pool.reset()
+        with pytest.raises(ConfigError, match="the clock says"):
+            kv.poll()
+        assert path.read_bytes() == b""
+        times.append(0.5)
+        kv.poll()
+    [line] = lines(path)
+    assert line == {"time_s": 0.5, "event": "AllBlocksCleared", "medium": "GPU"}
+
+
 def test_the_module_docstring_lists_the_fields_of_each_event() -> None:
     documented = events.__doc__ or ""
     for kind, fields in events._FIELDS.items():
@@ -135,6 +163,25 @@ def test_a_second_engine_appends_to_the_file(tmp_path: Path) -> None:
             serve(kv, name, DOCUMENT)
     kinds = [line["event"] for line in lines(path)]
     assert kinds == kinds[: len(kinds) // 2] * 2
+
+
+def test_event_behind_a_line_that_a_crash_cut_off_has_a_line_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    for _ in range(2):
+        with engine(events_path=path) as kv:
+            serve(kv, "first", DOCUMENT)
+    num_lines = len(lines(path))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    with engine(events_path=path) as kv:
+        assert path.read_bytes() == whole[:-20]
+        for name in "first", "again":
+            serve(kv, name, DOCUMENT)
+    written = path.read_bytes().splitlines()
+    assert written[: num_lines - 1] == whole.splitlines()[:-1]
+    assert written[num_lines - 1] == whole.splitlines()[-1][:-19]
+    assert len(written) > num_lines
+    assert all(json.loads(line) for line in written[num_lines:])
 
 
 def test_close_completes_the_transfers_in_flight_in_the_file(tmp_path: Path) -> None:
@@ -308,6 +355,35 @@ def test_partial_writes_are_continued(tmp_path: Path, monkeypatch: pytest.Monkey
         "time_s": 0.5, "event": "BlockRemoved", "medium": "GPU", "group": 0,
         "block_hashes": ["6162"],
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("where", ["behind the part", "between two parts"])
+def test_a_full_disk_leaves_the_lines_of_another_writer(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    part, line = b'{"time_s', b'{"time_s": 1}\n'
+    num_parts = {"behind the part": 1, "between two parts": 2}[where]
+    written: list[int] = []
+
+    def write(file: int, data: bytes) -> int:
+        if len(written) == num_parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(real_write(file, part))
+        if len(written) == 1:
+            with path.open("ab", buffering=0) as other:
+                real_write(other.fileno(), line)
+        return written[-1]
+
+    real_write = os.write
+    pool = BlockPool(4, events=True)
+    pool.cache(pool.allocate(1), [b"ab"])
+    with EventFile(path) as file:
+        monkeypatch.setattr(os, "write", write)
+        file.write(pool.take_events())
+        monkeypatch.undo()
+        assert (file.num_written, file.num_lost) == (0, 1)
+    assert path.read_bytes() == part + line + part * (num_parts - 1)
 
 
 def test_an_error_on_close_is_logged_and_not_raised(

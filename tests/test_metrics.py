@@ -106,6 +106,21 @@ class Script:
         self.kv.poll()
 
 
+def test_no_counter_falls_when_the_clock_steps_back() -> None:
+    it = Script(num_host_blocks=6)
+    with it.kv:
+        it.admit("first", [*DOCUMENT, 5])
+        it.kv.computed(["first"], [17], after=READY)
+        before = scraped(it.collector)
+        it.now_s -= 3600
+        it.end("stores")
+        after = scraped(it.collector)
+        assert after["transfer_blocks_total store"] == 4
+        assert after["transfer_seconds_total store"] == before["transfer_seconds_total store"] == 0
+        assert after["transfer_duration_seconds_count store"] == 1
+        assert after["transfer_duration_seconds_sum store"] == 0
+
+
 def test_each_metric_changes_at_the_right_call_by_the_right_amount() -> None:
     it = Script(num_host_blocks=6)
     kv = it.kv

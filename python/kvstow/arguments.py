@@ -3,6 +3,9 @@
 import operator
 import os
 import reprlib
+from collections.abc import Callable
+from math import isfinite
+from numbers import Real
 from typing import TypeGuard
 
 from kvstow._core import ConfigError
@@ -19,6 +22,18 @@ def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
         return isinstance(path, str) and b"\0" not in os.fsencode(path)
     except (TypeError, UnicodeEncodeError):
         return False
+
+
+def read_clock(clock: Callable[[], float]) -> float:
+    """Return the seconds on a clock that the user has passed.
+
+    Raises:
+        ConfigError: the clock returns no finite number.
+    """
+    now_s: object = clock()
+    if not (isinstance(now_s, Real) and isfinite(now_s)):
+        raise ConfigError(f"the clock says {now_s!r}, expected finite seconds: pass another")
+    return float(now_s)
 
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:

@@ -29,6 +29,8 @@ _STANDARD_STREAMS: Final = (1, 2)
 _OTHER_PICTURES: Final = {".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".webp"}
 _WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_path"})
 """The parameters of all commands that name a file to write."""
+_READ_METAVARS: Final = frozenset({"FILE", "PATH", "MODEL"})
+_MOST_RANKS: Final = 64  # of kvstow replay --world-size
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
@@ -52,17 +54,32 @@ def _refuse_one_file_twice(context: click.Context) -> None:
     parameters = context.command.params
     for parameter in sorted(parameters, key=lambda one: one.name in _WRITTEN):
         given, option = context.params[parameter.name or ""], parameter.opts[0]
-        is_file = isinstance(parameter, click.Argument) or parameter.metavar in {"FILE", "PATH"}
+        is_file = isinstance(parameter, click.Argument) or parameter.metavar in _READ_METAVARS
         if given is None or not is_file:
             continue
         for name in map(str, given if isinstance(given, tuple) else (given,)):
             path = os.path.realpath(name)
             if parameter.name not in _WRITTEN:
-                taken[path] = "the command reads that file"
+                for file in _files_behind(parameter.name, name):
+                    taken[os.path.realpath(file)] = "the command reads that file"
             elif path in taken:
                 raise ConfigError(f"{option} is {name!r}, and {taken[path]}: pass another name")
             elif os.path.isfile(path) or not os.path.exists(path):  # not a device or a pipe
                 taken[path] = f"{option} writes that file"
+
+
+def _files_behind(parameter: str | None, name: str) -> Iterator[str]:
+    """Yield the files that a command uses for the value of a parameter."""
+    match parameter:
+        case "model":
+            yield os.path.join(name, "config.json") if os.path.isdir(name) else name
+        case "place" | "path":  # of a slot file, which has an index
+            yield from (name, f"{name}.index")
+        case "disk":  # several ranks have a slot file each
+            for file in (name, *(f"{name}.{rank}" for rank in range(_MOST_RANKS))):
+                yield from (file, f"{file}.index")
+        case _:
+            yield name
 
 
 class Output(Closing):

@@ -1,5 +1,7 @@
 """Sleep and wake that are refused, fail or are interrupted."""
 
+import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from kvstow import (
     StateError,
     TransferError,
 )
+from kvstow.engine import snapshot_file
 from kvstow.transfer import (
     READY,
 )
@@ -169,4 +172,33 @@ def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
         with pytest.raises(SnapshotError, match="is a folder; pass the path of a file in it"):
             it.engine.sleep(after=READY, to=tmp_path, **WHO)
         it.run("a", prompt(1, 9))
+        it.check()
+
+
+def test_file_replaces_no_pipe_and_no_socket(tmp_path: Path) -> None:
+    pipe, bound, link = tmp_path / "pipe", tmp_path / "socket", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with socket.socket(socket.AF_UNIX) as server, world() as it:
+        server.bind(str(bound))
+        it.run("a", prompt(1, 9))
+        for place in pipe, bound:
+            with pytest.raises(SnapshotError, match=f"{place} is a device, a pipe or a socket"):
+                it.engine.sleep(after=READY, to=place, **WHO)
+        it.check()
+        it.engine.sleep(after=READY, to=link, **WHO)  # the file takes the place of the link
+        it.wake(**WHO)
+        it.check()
+    assert pipe.is_fifo() and bound.is_socket()
+    assert link.is_file() and not link.is_symlink()
+
+
+def test_file_does_not_replace_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replacing(path: Path) -> None:
+        raise AssertionError(f"{path} would be replaced")
+
+    monkeypatch.setattr(snapshot_file, "replacing", replacing)
+    with world() as it:
+        with pytest.raises(SnapshotError, match="/dev/null is a device"):
+            it.engine.sleep(after=READY, to=os.devnull, **WHO)
         it.check()

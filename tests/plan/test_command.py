@@ -269,6 +269,51 @@ def test_result_over_a_file_that_is_in_use_is_refused(
     assert [*tmp_path.iterdir()] == [path]
 
 
+@pytest.mark.parametrize(
+    ("command", "result"),
+    [
+        ("plan --model ./config.json --json-file", "config.json"),
+        ("plan --model model --html", "model/config.json"),
+        ("plan --model link --html", "model/config.json"),
+        ("replay --model config.json --html", "./config.json"),
+        ("replay --disk disk --disk-blocks 9 --json-file", "disk"),
+        ("replay --disk disk --disk-blocks 9 --events", "disk.index"),
+        ("replay --disk disk --disk-blocks 9 --world-size 2 --html", "disk.0"),
+        ("replay --disk disk --disk-blocks 9 --world-size 2 --json-file", "disk.1.index"),
+        ("tier info disk --json-file", "disk.index"),
+        ("tier verify disk --json-file", "disk.index"),
+    ],
+)
+def test_result_over_a_file_behind_an_option_is_refused(
+    command: str,
+    result: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "link").symlink_to("model")
+    names = "config.json", "model/config.json", "disk", "disk.index", "disk.0", "disk.1.index"
+    for name in names:
+        (tmp_path / name).write_text("old")
+    [*arguments, option] = command.split()
+    trace = [] if arguments[0] == "tier" else [str(BUNDLED_TRACE)]
+    assert cli.main([*arguments, *trace, option, result]) == 2
+    assert capsys.readouterr().err == (
+        f"kvstow: {option} is {result!r}, and the command reads that file: pass another name\n"
+    )
+    assert {(tmp_path / name).read_text() for name in names} == {"old"}
+
+
+def test_result_beside_the_model_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plan("--csv", "config.json") == 0
+    assert (tmp_path / "config.json").read_text().startswith("device_gib,")
+
+
 def test_both_results_may_go_to_a_device(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan("--csv", "/dev/null", "--json-file", "/dev/null") == 0
     assert capsys.readouterr().err == ""

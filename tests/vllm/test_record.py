@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,14 +120,41 @@ def test_requests_are_in_the_order_of_admission(
     # The second request still runs when the recording ends.
     assert [row["input_length"] for row in rows(path)] == [20, 22, 23]
 
-    monkeypatch.setattr(record, "MAX_HELD_BLOCKS", 2)
+    monkeypatch.setattr(record, "MAX_HELD_BYTES", 500)
     trace = recorder(path)
     for each in requests:
         trace.admitted(each, 0, 0)
     for at in (2, 3, 1, 0):
         trace.finished(requests[at])
     trace.close()
-    assert [row["input_length"] for row in rows(path)] == [22, 23, 21, 20], "too many blocks waited"
+    assert [row["input_length"] for row in rows(path)] == [22, 23, 21, 20], "too much waited"
+
+
+def test_requests_without_a_block_pass_one_that_never_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "MAX_HELD_BYTES", 10_000)
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path)
+    endless = request("endless", range(16))
+    trace.admitted(endless, 0, 0)
+    serve(trace, *(request(str(at), range(3)) for at in range(100)))
+    wait_until(lambda: path.stat().st_size > 0)
+    trace.finished(endless)
+    trace.close()
+    lengths = [row["input_length"] for row in rows(path)]
+    assert sorted(lengths) == [3] * 100 + [16]
+
+
+def test_request_whose_id_is_used_again_keeps_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path)
+    first, second, third = [request(name, range(20 + at)) for at, name in enumerate("abb")]
+    trace.admitted(first, 0, 0)
+    serve(trace, second, third)
+    trace.finished(first)
+    trace.close()
+    assert [row["input_length"] for row in rows(path)] == [20, 21, 22]
 
 
 def test_a_full_file_moves_and_its_ids_stay(tmp_path: Path) -> None:
@@ -141,6 +168,53 @@ def test_a_full_file_moves_and_its_ids_stay(tmp_path: Path) -> None:
     assert [row["timestamp"] for row in before + after][-1] == 9000
     assert {tuple(row["hash_ids"]) for row in before + after} == {tuple(after[0]["hash_ids"])}
     assert all((tmp_path / name).stat().st_size <= 400 for name in os.listdir(tmp_path))
+
+
+def test_a_full_file_behind_a_link_moves_beside_it(tmp_path: Path) -> None:
+    large, link = tmp_path / "large", tmp_path / "trace.jsonl"
+    large.mkdir()
+    link.symlink_to("large/trace.jsonl")
+    (large / "trace.jsonl").write_text("earlier\n")
+    trace = recorder(link, max_bytes=400)
+    assert (large / "trace.jsonl.1").read_text() == "earlier\n"
+    serve(trace, *(request(str(at), range(64), START_S + at) for at in range(10)))
+    trace.close()
+    assert link.is_symlink() and {*os.listdir(tmp_path)} == {"large", "trace.jsonl"}
+    assert {*os.listdir(large)} == {"trace.jsonl", "trace.jsonl.1"}
+    assert rows(link)[-1]["timestamp"] == 9000
+
+
+def test_a_server_does_not_move_the_file_of_another(tmp_path: Path, log: list[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [request(str(at), range(64), START_S + at) for at in range(10)]
+    first = recorder(path, max_bytes=400)
+    serve(first, requests[0])
+    wait_until(lambda: path.stat().st_size > 0)
+    second = recorder(path)
+    serve(second, *requests[:5])
+    wait_until(lambda: path.read_bytes().count(b"\n") == 5)
+    serve(first, *requests)
+    wait_until_off(first)
+    serve(second, *requests[5:])
+    second.close()
+    assert [row["timestamp"] for row in rows(path)] == [1000 * at for at in range(10)]
+    [line] = log
+    assert "another server records there: name a file for each" in line
+
+
+def test_requests_that_have_waited_for_another_do_not_fill_a_file_beyond_its_size(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    trace = recorder(path, max_bytes=1000)
+    first = request("first", range(16))
+    trace.admitted(first, 0, 0)
+    serve(trace, *(request(str(at), range(64), START_S + at) for at in range(50)))
+    trace.finished(first)
+    trace.close()
+    sizes = {name: (tmp_path / name).stat().st_size for name in os.listdir(tmp_path)}
+    assert sizes.keys() == {"trace.jsonl", "trace.jsonl.1"} and max(sizes.values()) <= 1000
+    assert rows(path)[-1]["timestamp"] == 49_000
 
 
 @pytest.mark.parametrize("path", ["", "missing/trace.jsonl", "."])
@@ -210,10 +284,14 @@ def test_requests_without_hashes_still_have_an_id_for_each_block(tmp_path: Path)
 
 
 def wait_until_off(trace: TraceRecorder) -> None:
+    wait_until(lambda: trace.is_off)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + 60
-    while not trace.is_off and time.monotonic() < end:
+    while not condition() and time.monotonic() < end:
         time.sleep(0.001)
-    assert trace.is_off
+    assert condition()
 
 
 # -- behind vLLM's scheduler -----------------------------------------------------------------------

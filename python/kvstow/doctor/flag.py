@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +16,54 @@ from kvstow.doctor.findings import Finding, Status
 from kvstow.vllm.options import WHERE, Options
 
 _OWN: Final = "KVStowConnector"
-_MODULES: Final = (None, "kvstow.vllm", "kvstow.vllm.connector")
-_POLICIES: Final = ("fail", "recompute")
+_MODULES: Final = ("kvstow.vllm", "kvstow.vllm.connector")
+_FLAGS: Final = {"true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"}
 
 
 class _Problem(NamedTuple):
     status: Status
     says: str
     advice: str
+
+
+class _Key(NamedTuple):
+    """A key of the flag, or of a connector's part of it.
+
+    Attributes:
+        takes: whether vLLM takes a value.
+        advice: what vLLM takes.
+        is_needed: whether vLLM refuses a part without the key.
+    """
+
+    takes: Callable[[object], bool]
+    advice: str
+    is_needed: bool = False
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        return int(value) == float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+_KEYS: Final = {
+    "kv_connector": _Key(lambda it: isinstance(it, str), "pass a connector's name", is_needed=True),
+    "kv_role": _Key(
+        lambda it: it in ("kv_both", "kv_consumer", "kv_producer"),
+        'set "kv_role": "kv_both"',
+        is_needed=True,
+    ),
+    "engine_id": _Key(lambda it: it is None or isinstance(it, str), "pass text"),
+    "kv_buffer_device": _Key(lambda it: isinstance(it, str), 'pass text, such as "cuda"'),
+    "kv_port": _Key(_is_whole, "pass a whole number"),
+    "kv_connector_module_path": _Key(lambda it: it is None or isinstance(it, str), "pass text"),
+    WHERE: _Key(lambda it: isinstance(it, Mapping), "pass an object"),
+    "enable_permute_local_kv": _Key(lambda it: str(it).lower() in _FLAGS, "pass true or false"),
+    "kv_load_failure_policy": _Key(
+        lambda it: it in ("fail", "recompute"), 'set "kv_load_failure_policy": "recompute"'
+    ),
+}
 
 
 def flag_findings(text: str) -> Iterator[Finding]:
@@ -44,31 +84,28 @@ def _problems(text: str) -> Iterator[_Problem]:
         yield _Problem("broken", f"It is no JSON: {error}.", advice)
         return
     parts = _parts(flag)
-    own = [part for part in parts if part.get("kv_connector") == _OWN]
+    own = [part for part in parts.values() if part.get("kv_connector") == _OWN]
     if len(own) != 1:
         advice = f'name it once: "kv_connector": "{_OWN}"'
         yield _Problem("broken", f"It names {_OWN} {len(own)} times.", advice)
         return
-    if (role := flag.get("kv_role")) != "kv_both":
+    for where, part in ({"": flag} | parts).items():
+        yield from _wrong_keys(part)
+        yield from _wrong_values(part, where)
+    if (role := flag.get("kv_role")) in ("kv_consumer", "kv_producer"):
         says = f"kv_role is {role!r}, and the connector both stores and loads."
         yield _Problem("broken", says, 'set "kv_role": "kv_both"')
-    for part in {id(part): part for part in (flag, own[0])}.values():
-        yield from _wrong_keys(part)
-    if (policy := flag.get("kv_load_failure_policy", "fail")) not in _POLICIES:
-        says = f"kv_load_failure_policy is {policy!r}, and vLLM knows no such policy."
-        yield _Problem("broken", says, 'set "kv_load_failure_policy": "recompute"')
-    elif policy != "recompute":
+    if flag.get("kv_load_failure_policy", "fail") == "fail":
         says = "A request whose load fails will end with an error instead of being recomputed."
         yield _Problem("missing", says, 'set "kv_load_failure_policy": "recompute"')
     module = own[0].get("kv_connector_module_path")
-    if module not in _MODULES:
+    if isinstance(module, str) and module not in _MODULES:
         says = f"kv_connector_module_path is {module!r}, and the connector is in kvstow.vllm."
         yield _Problem("broken", says, 'set "kv_connector_module_path": "kvstow.vllm"')
-    options = own[0].get(WHERE)
+    options = own[0].get(WHERE, {})
     try:
-        if options is not None and not isinstance(options, Mapping):
-            raise ConfigError(f"{WHERE} is {options!r}: pass an object")
-        Options.parse(options)
+        if isinstance(options, Mapping):
+            Options.parse(options)
     except ConfigError as error:
         problem, _, advice = str(error).partition(": ")
         yield _Problem("broken", f"{problem}.", advice)
@@ -88,6 +125,16 @@ def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
             yield _Problem("broken", f"vLLM has no key {name!r} in this flag.", hint)
+
+
+def _wrong_values(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:
+    """Find the values that end vLLM's start."""
+    for name, key in _KEYS.items():
+        value = part.get(name)
+        if (name in part or key.is_needed) and not key.takes(value):
+            yield _Problem(
+                "broken", f"{name}{where} is {value!r}, and vLLM refuses it.", key.advice
+            )
 
 
 def vllm_keys() -> list[str]:
@@ -112,12 +159,13 @@ def vllm_keys() -> list[str]:
     ]
 
 
-def _parts(flag: object) -> list[Mapping[str, Any]]:
-    """Return the flag itself, or the connectors of its `MultiConnector`."""
+def _parts(flag: object) -> dict[str, Mapping[str, Any]]:
+    """Return the flag itself, or the connectors of its `MultiConnector`, by where they are."""
     if not isinstance(flag, Mapping):
-        return []
+        return {}
     if flag.get("kv_connector") != "MultiConnector":
-        return [flag]
+        return {"": flag}
     extra = flag.get(WHERE)
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
-    return [part for part in parts or [] if isinstance(part, Mapping)]
+    named = enumerate(parts if isinstance(parts, list) else [])
+    return {f" of connectors[{at}]": it if isinstance(it, Mapping) else {} for at, it in named}

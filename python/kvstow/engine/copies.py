@@ -7,13 +7,12 @@ request. A store unpins them earlier, once it has read them.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from math import isfinite
-from numbers import Real
 from typing import Final
 
 import numpy as np
 
-from kvstow._core import ConfigError, JobEnd, StateError, TransferError
+from kvstow._core import JobEnd, StateError, TransferError
+from kvstow.arguments import read_clock
 from kvstow.engine.disk import Disk
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Direction, Transfer
@@ -59,10 +58,7 @@ class Copies:
 
     def now_s(self) -> float:
         """Return the time on the engine's clock."""
-        now_s = self._clock()
-        if not (isinstance(now_s, Real) and isfinite(now_s)):
-            raise ConfigError(f"the clock says {now_s!r}, expected finite seconds: pass another")
-        return now_s
+        return read_clock(self._clock)
 
     def deadline_s(self, direction: Direction, begin_s: float) -> float | None:
         """Return when a transfer that begins at `begin_s` is late. None for never."""
@@ -109,7 +105,8 @@ class Copies:
             assert end is not None, f"all ranks have reported job {job_id}"
             if end.ok:
                 self._count(_BYTES[transfer.direction], transfer.num_bytes)
-                self._count(_SECONDS[transfer.direction], end_s - transfer.begin_s)
+                # A counter never falls, also if the clock has stepped back.
+                self._count(_SECONDS[transfer.direction], max(0.0, end_s - transfer.begin_s))
             request_id = self._waiting_for(transfer)
             if report and transfer.direction == "store" and not end.late:
                 state.report_store(len(transfer.job) if end.ok else 0, int(not end.ok))

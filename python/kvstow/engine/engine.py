@@ -112,7 +112,7 @@ class Engine(Closing):
             blocks stay pinned until the copy has ended. None: a load is never late.
         store_timeout_s: seconds after which a store is late and has failed. Its blocks stay pinned
             until the copy has read them. Another store may bring them to the host. None: no limit.
-        clock: returns finite seconds, for the two timeouts and the times of transfers and events.
+        clock: returns finite, monotonic seconds, for timeouts and times of transfers and events.
         max_in_flight_tokens: the most tokens that one request has in unfinished steps: the token
             budget of a step, or its part that one request may take, times the number of steps that
             overlap. With it, `must_fit_tokens` counts for a window or a chunk only what a request

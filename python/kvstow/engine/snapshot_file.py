@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -118,18 +119,16 @@ def write_snapshot(
             kernels have summed up a block.
 
     Raises:
-        SnapshotError: the file cannot be written, and the old file keeps the name. Or the file is
-            written, but its folder cannot be synced.
+        SnapshotError: the path names a folder, a device, a pipe or a socket. Or the file cannot be
+            written, and the old file keeps the name. Or the file is written, but its folder cannot
+            be synced.
     """
     path = Path(path)
     try:
+        _check_replaceable(path)
         with replacing(path) as file:
             _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
-        if path.is_dir():
-            raise SnapshotError(
-                f"{path} is a folder; pass the path of a file in it, such as {path}/engine.kvstow"
-            ) from error
         fix = "free some space" if path.parent.is_dir() else f"create the folder {path.parent}"
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
@@ -142,6 +141,23 @@ def write_snapshot(
             f"{path} is written, but its folder cannot be synced ({error.strerror or error}): a "
             "loss of power may bring back the file that had this name; pass another path"
         ) from error
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse what is neither missing, nor a regular file or a symbolic link."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise SnapshotError(
+            f"{path} is a folder; pass the path of a file in it, such as {path}/engine.kvstow"
+        )
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise SnapshotError(
+            f"{path} is a device, a pipe or a socket, which a file must not replace; pass the path "
+            "of a file"
+        )
 
 
 def _write(

@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 from kvstow._core import (
     AllBlocksCleared,
@@ -38,7 +38,7 @@ from kvstow._core import (
     TransferCompleted,
     TransferInitiated,
 )
-from kvstow.arguments import is_path
+from kvstow.arguments import is_path, read_clock
 from kvstow.closing import Closing
 from kvstow.transfer.fork import close_in_children
 
@@ -76,7 +76,8 @@ class EventFile(Closing):
 
     The writer serves requests, so a file that cannot be written (a full disk, say) raises no error.
     The events file logs the problem once, gives the file up, and counts the events that it loses.
-    It cuts off a line that was written in part, if the system allows.
+    It cuts off a line that was written in part, if the system allows. If a writer was killed within
+    a line, the next event begins on a line of its own.
 
     Attributes:
         path: the path of the file.
@@ -91,7 +92,7 @@ class EventFile(Closing):
 
         Args:
             path: a file in a folder that exists.
-            clock: returns the seconds for `time_s`.
+            clock: returns the finite seconds for `time_s`.
 
         Raises:
             ConfigError: `path` is no path, or the file cannot be opened, or it is neither a regular
@@ -114,25 +115,32 @@ class EventFile(Closing):
         # Closes the file with the last reference to this object if nobody calls `close`.
         self._finalizer = weakref.finalize(self, _close, descriptor)
         close_in_children(self)
+        # A writer that was killed may have left the beginning of a line.
+        self._before = b"\n" if _ends_within_a_line(self.path, descriptor) else b""
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
-        """Append these events, and pass them to the operating system. Once a step is enough."""
+        """Append these events, and pass them to the operating system. Once a step is enough.
+
+        Raises:
+            ConfigError: the clock returns no finite seconds. The file is unchanged.
+        """
         if not events:
             return
         if self._descriptor is None:
             self.num_lost += len(events)
             return
-        time_s = self._clock()
+        time_s = read_clock(self._clock)
         lines = [
-            json.dumps({"time_s": time_s} | event_fields(event), default=_hex) + "\n"
+            json.dumps({"time_s": time_s} | event_fields(event), default=bytes.hex) + "\n"
             for event in events
         ]
         try:
-            append_all(self._descriptor, "".join(lines).encode())
+            append_all(self._descriptor, self._before + "".join(lines).encode())
         except OSError as error:
             self.num_lost += len(events)
             self._give_up(error)
         else:
+            self._before = b""
             self.num_written += len(events)
 
     def close(self) -> None:
@@ -186,6 +194,17 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
+def _ends_within_a_line(path: str, descriptor: int) -> bool:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return False
+    try:
+        with open(path, "rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return not file.read().endswith(b"\n")
+    except OSError:  # the file is empty, or this process may only write it
+        return False
+
+
 def _close(descriptor: int) -> None:
     os.close(descriptor)
 
@@ -193,20 +212,34 @@ def _close(descriptor: int) -> None:
 def append_all(descriptor: int, data: bytes) -> None:
     """Write all of the data, or cut the file off where the data began.
 
+    The data stays if another process has written behind its beginning, because its lines would go.
+
     Raises:
         OSError: not all of it could be written.
     """
-    begin, rest = os.fstat(descriptor).st_size, memoryview(data)
+    rest = memoryview(data)
+    begin: int | None = None
     try:
         while rest:
             rest = rest[os.write(descriptor, rest) :]
+            if rest and begin is None:
+                begin = _position(descriptor) - (len(data) - len(rest))
     except OSError:
-        if len(rest) < len(data):
-            with suppress(OSError):
-                os.ftruncate(descriptor, begin)
+        if begin is not None:
+            _cut_off(descriptor, begin, len(data) - len(rest))
         raise
 
 
-def _hex(value: Any) -> str:
-    # json calls this for bytes, the only values in an event that JSON lacks.
-    return bytes(value).hex()
+def _position(descriptor: int) -> int:
+    """Return where the last write has ended. A device may have no such place."""
+    try:
+        return os.lseek(descriptor, 0, os.SEEK_CUR)
+    except OSError:
+        return -1
+
+
+def _cut_off(descriptor: int, begin: int, num_bytes: int) -> None:
+    """Remove the end of a file if it is `num_bytes` long and this descriptor has written it."""
+    with suppress(OSError):
+        if _position(descriptor) == os.fstat(descriptor).st_size == begin + num_bytes:
+            os.ftruncate(descriptor, begin)

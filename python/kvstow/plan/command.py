@@ -76,7 +76,9 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
 @click.command()
 @click.argument("traces", metavar="[TRACE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option(
-    "--model", help=f"Path of a Hugging Face config.json, or one of {', '.join(PRESETS)}."
+    "--model",
+    metavar="MODEL",
+    help=f"Path of a Hugging Face config.json, or one of {', '.join(PRESETS)}.",
 )
 @click.option(
     "--bytes-per-token",

@@ -311,7 +311,7 @@ class _Sizes:
             raise ConfigError(f"{name} is nan; it must be a size: pass a number of GiB")
         if gib > _MAX_GIB:
             raise ConfigError(f"{name} is {gib:g}; it must be at most {_MAX_GIB}: pass fewer GiB")
-        num_blocks = int(gib * GIB // block_bytes)
+        num_blocks = int(max(gib, 0.0) * GIB // block_bytes)
         if num_blocks < least:
             raise ConfigError(
                 f"{name} is {gib:.9g}; it must hold {least} block{'s' if least > 1 else ''} of "

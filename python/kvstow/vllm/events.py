@@ -58,6 +58,7 @@ class HostEvents:
         for index, block_hash in blocks:
             start, end = index * block_size, (index + 1) * block_size
             extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+            self._contents.pop((block_hash, group), None)  # it is the most recent one now
             self._contents[block_hash, group] = _Content(
                 list(tokens[start:end]),
                 extra_keys,

@@ -22,11 +22,13 @@ with one warning.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -43,18 +45,31 @@ logger = logging.getLogger("vllm." + __name__)
 SALT_BYTES: Final = 32
 # Blocks of requests that wait for the thread: 80 MiB of hashes.
 MAX_QUEUED_BLOCKS: Final = 1 << 20
-# Blocks of requests that have ended, and wait for an earlier one that runs: 32 MiB of ids.
-MAX_HELD_BLOCKS: Final = 1 << 22
+# Lines of requests that have ended, and wait for an earlier one that runs.
+MAX_HELD_BYTES: Final = 64 << 20
+# Memory of a line beside its text.
+_LINE_BYTES: Final = 256
 CLOSE_S: Final = 10.0
 
 
 @dataclass(slots=True)
 class _Line:
-    """A request in the order of admission; `text` is None while it runs."""
+    """A request.
+
+    Attributes:
+        timestamp: its arrival.
+        text: its line in the file, which is empty if it is missing there. None while it runs.
+        is_passed: requests that vLLM admitted later do not wait for it.
+    """
 
     timestamp: int
     text: str | None = None
-    num_blocks: int = 0
+    is_passed: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of a line that has a text."""
+        return _LINE_BYTES + len(self.text or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +84,8 @@ class TraceRecorder:
     """Writes the requests of one vLLM scheduler to a file.
 
     Attributes:
-        path: the file. `path.1` has the requests before those.
+        path: the file, or a symbolic link to it. The name of the file with `.1` has the requests
+            before those.
         is_off: the recording has ended, by an error or by `close`.
     """
 
@@ -81,12 +97,13 @@ class TraceRecorder:
         max_bytes: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Open the file; what an earlier server has recorded there moves to `path.1`.
+        """Open the file; what an earlier server has recorded there gets the name with `.1`.
 
         Args:
-            path: a file in a folder that exists.
+            path: a file in a folder that exists, or a symbolic link to one.
             model: the model, with the tokens of vLLM's hashes.
-            max_bytes: when the file has so many bytes, it moves to `path.1` and another begins.
+            max_bytes: when the file has so many bytes, it gets the name with `.1`, and another
+                begins.
             clock: seconds since the epoch, as in `Request.arrival_time`.
 
         Raises:
@@ -100,9 +117,9 @@ class TraceRecorder:
         self._start_s = clock()
         self._salt = os.urandom(SALT_BYTES)
         self._num_tails = 0
-        self._lines: dict[str, _Line] = {}
-        self._late: dict[str, _Line] = {}  # requests that others have passed
-        self._num_held_blocks = 0
+        self._running: dict[str, _Line] = {}
+        self._lines: deque[_Line] = deque()  # in the order of admission
+        self._num_held_bytes = 0
         self._queue: SimpleQueue[tuple[str, int] | _Ended | None] = SimpleQueue()
         self._num_queued_blocks = self._num_written_blocks = 0
         self._num_lost = 0
@@ -110,6 +127,7 @@ class TraceRecorder:
         self._descriptor: int | None = None
         self._num_bytes = 0
         try:
+            self._file = os.path.realpath(path)  # a symbolic link keeps its place
             self._open()
         except (OSError, ValueError) as error:
             raise ConfigError(
@@ -188,7 +206,7 @@ class TraceRecorder:
     def _stop(self) -> None:
         self.is_off = True
         self._lines.clear()
-        self._late.clear()
+        self._running.clear()
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -196,41 +214,38 @@ class TraceRecorder:
     def _take(self, item: tuple[str, int] | _Ended) -> None:
         if not isinstance(item, _Ended):
             request_id, timestamp = item
-            self._lines[request_id] = _Line(timestamp)
+            admitted = self._running[request_id] = _Line(timestamp)
+            self._lines.append(admitted)
             return
         self._num_written_blocks += len(item.hashes)
-        line = self._late.pop(item.request_id, None) or self._lines.get(item.request_id)
+        # Forgotten before the line is written, because a later request may have this id.
+        line = self._running.pop(item.request_id, None)
         if line is None:
             return
-        if item.num_prompt_tokens == 0:
-            self._lines.pop(item.request_id, None)
-        else:
-            ids = self._ids(item)
-            line.num_blocks = len(ids)
-            line.text = _json(line.timestamp, item, ids)
-            self._num_held_blocks += len(ids)
-            self._lines.setdefault(item.request_id, line)
+        is_missing = item.num_prompt_tokens == 0
+        line.text = "" if is_missing else _json(line.timestamp, item, self._ids(item))
+        self._num_held_bytes += line.num_bytes
+        if line.is_passed:
+            self._lines.append(line)
         self._write_lines()
 
     def _write_lines(self, *, all_ended: bool = False) -> None:
         """Write the requests that have ended, in the order of admission.
 
-        A request waits for those before it, unless too many blocks wait.
+        A request waits for those before it, unless the lines that wait take too much memory.
         """
-        texts = []
         while self._lines:
-            request_id, line = next(iter(self._lines.items()))
-            may_pass = all_ended or self._num_held_blocks > MAX_HELD_BLOCKS
+            line = self._lines[0]
+            may_pass = all_ended or self._num_held_bytes > MAX_HELD_BYTES
             if line.text is None and not may_pass:
                 break
-            del self._lines[request_id]
+            self._lines.popleft()
             if line.text is None:
-                self._late[request_id] = line
-            else:
-                texts.append(line.text)
-                self._num_held_blocks -= line.num_blocks
-        if texts:
-            self._write("".join(texts).encode())
+                line.is_passed = True
+                continue
+            self._num_held_bytes -= line.num_bytes
+            if line.text:
+                self._write(line.text.encode())
 
     def _ids(self, item: _Ended) -> list[int]:
         """Return an id for each block of a prompt; those without a hash occur nowhere else."""
@@ -244,6 +259,7 @@ class TraceRecorder:
         return ids
 
     def _write(self, data: bytes) -> None:
+        """Write one line, so that no file grows by a backlog of them."""
         if self._num_bytes and self._num_bytes + len(data) > self._max_bytes:
             self._open()
         assert self._descriptor is not None
@@ -251,13 +267,21 @@ class TraceRecorder:
         self._num_bytes += len(data)
 
     def _open(self) -> None:
-        """Begin an empty file, and move one that has content to `path.1`."""
+        """Begin an empty file. One that has content gets the name with `.1`.
+
+        Raises:
+            OSError: the file cannot be opened, or it is another server's by now.
+        """
+        own = None
         if self._descriptor is not None:
+            own = os.fstat(self._descriptor)
             os.close(self._descriptor)
             self._descriptor = None
-        if os.path.isfile(self.path) and os.path.getsize(self.path):
-            os.replace(self.path, f"{self.path}.1")
-        self._descriptor, self._num_bytes = open_to_append(self.path), 0
+        if os.path.isfile(self._file) and os.path.getsize(self._file):
+            if own is not None and not os.path.samestat(own, os.stat(self._file)):
+                raise OSError(errno.EBUSY, "another server records there: name a file for each")
+            os.replace(self._file, f"{self._file}.1")
+        self._descriptor, self._num_bytes = open_to_append(self._file), 0
 
 
 def _json(timestamp: int, item: _Ended, ids: list[int]) -> str:
