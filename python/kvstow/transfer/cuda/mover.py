@@ -20,8 +20,8 @@ from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.batch import Batch, Place
 from kvstow.transfer.cuda.interface import Copies, DeviceEvent, Kernel, Pack, Runtime
+from kvstow.transfer.cuda.job import CudaJob, CudaTicket
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS, MAX_TURNS, chunk_table, ids_for_launch
-from kvstow.transfer.cuda.lane import CudaJob, CudaTicket
 from kvstow.transfer.cuda.link import CudaLink, cuda_link
 from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,12 +24,13 @@ from tests.transfer.cuda.simulated.test_mover import (
 from tests.transfer.cuda.simulation import library
 
 from kvstow.transfer import CudaError, Event, HostEvent, Ticket
-from kvstow.transfer.cuda import lane, runtime
+from kvstow.transfer.cuda import job, lane, runtime
 
 MOST_POLLS = 200
 # How often a line is interrupted, each time at its next turn.
 MOST_TIMES = 2 if IS_FULL else 1
 NUM_BLOCKS = 8
+SOURCES = (lane.__file__, job.__file__)
 OUT_OF_MEMORY = 2
 
 
@@ -41,23 +43,24 @@ def each_interrupt(
     share of the lines.
     """
     with bench(**options) as setup:
-        lines = lines_of(lambda: scenario(setup), lane.__file__)
+        lines = lines_of(lambda: scenario(setup), SOURCES)
     forget_loss(setup)
-    seen = Counter[int]()
+    seen = Counter[tuple[str, int]]()
     tried = []
     for number, line in enumerate(lines, 1):
         seen[line] += 1
-        text = linecache.getline(lane.__file__, line)
+        text = linecache.getline(*line).strip()
         # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
         if seen[line] <= MOST_TIMES and "self.runtime.free" not in text:
             tried.append((number, line, text))
-    for number, line, text in sampled(tried, share):
+    for number, (name, line), text in sampled(tried, share):
         with bench(**options) as setup:
-            assert is_interrupted(partial(scenario, setup), number, lane.__file__)
+            assert is_interrupted(partial(scenario, setup), number, SOURCES)
             try:
                 yield setup
             except AssertionError as error:
-                raise AssertionError(f"interrupted at line {line}: {text.strip()}") from error
+                where = f"{Path(name).name}, line {line}"
+                raise AssertionError(f"interrupted in {where}: {text}") from error
         forget_loss(setup)
 
 
