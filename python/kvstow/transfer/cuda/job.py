@@ -20,6 +20,9 @@ from kvstow.transfer.ticket import Ticket, checked_timeout_s, late
 
 FIRST_SLEEP_S: Final = 20e-6
 LONGEST_SLEEP_S: Final = 1e-3
+# Made before any interrupt, because a second interrupt could prevent a call. Nobody has the tickets
+# that it ends, so they may share it.
+CANCELLED: Final = TransferError("the call that submits the transfer was interrupted")
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +54,7 @@ class CudaJob(OrderedJob):
         places: those it uses.
         released: an event of each place; all sources are read when all are reached.
         done: an event of each place; the device has carried out the job when all are reached.
-        error: why it failed before its bytes arrived.
+        error: why it failed before its bytes arrived. No more of it is queued then.
     """
 
     owner: object

@@ -32,11 +32,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 
 from kvstow._core import TransferError
 from kvstow.transfer.cuda.batch import Place
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime
-from kvstow.transfer.cuda.job import FIRST_SLEEP_S, CudaJob
+from kvstow.transfer.cuda.job import CANCELLED, FIRST_SLEEP_S, CudaJob, CudaTicket
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.runtime import CudaEvent
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
@@ -80,10 +82,11 @@ class Lane:
         )
         close_in_children(self)
 
-    def submit(self, job: CudaJob) -> None:
-        """Queue a job. The lane launches it as soon as its event and earlier jobs allow.
+    def submit(self, job: CudaJob) -> CudaTicket:
+        """Queue a job, and return its ticket. The lane launches it once event and order allow.
 
-        Once a job is accepted, only an interrupt is raised. Then the rest of the job is not queued.
+        If an interrupt is raised, the job does not run later. If the device has begun it, the
+        interrupt is raised after the end of what is queued.
         """
 
         def ready() -> None:
@@ -98,20 +101,22 @@ class Lane:
             job.is_ready = True  # the device will wait for it
         else:
             job.watch(ready)
-        with self._lock:
-            if job.order.enter(job):
-                self._runnable.append(job)
-            else:
-                self._waiting[job] = None
-            try:
-                self.advance()
-            except Exception:
-                # Of some other job. The caller needs the ticket of this one, and its polls go on.
-                pass
-            except BaseException as interrupt:
-                # The caller gets no ticket, so the job must not move more bytes.
-                job.error = failure(interrupt)
-                raise
+        try:
+            with self._lock:
+                if job.order.enter(job):
+                    self._runnable.append(job)
+                else:
+                    self._waiting[job] = None
+                # The error is of another job. The caller needs the ticket of this one to go on.
+                with suppress(Exception):
+                    self.advance()
+            return job.ticket
+        except BaseException:
+            # The exit of the lock raises most of these, when the job is queued already. No call
+            # comes before the assignment, so no other interrupt prevents it.
+            job.error = CANCELLED
+            self._end_cancelled(job)
+            raise
 
     def advance(self, *, in_a_hurry: bool = False) -> None:
         """End the jobs that the device has carried out, and launch those that may begin."""
@@ -133,16 +138,9 @@ class Lane:
     def finish(self, owner: object) -> None:
         """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
         with self._lock:
-            self.advance(in_a_hurry=True)
-            while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
-                try:
-                    for event in self._in_flight[0].done if self._in_flight else ():
-                        self.runtime.synchronize(event)
-                except CudaError as error:
-                    if error.is_fatal:
-                        self._lose(error)
-                time.sleep(FIRST_SLEEP_S)  # because a refused call has not waited
-                self.advance(in_a_hurry=True)
+            self._wait_while(
+                lambda: any(job.owner is owner for job in [*self._in_flight, *self._runnable])
+            )
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
                 job.ticket.end(TransferError(NOT_BEGUN))
@@ -159,6 +157,31 @@ class Lane:
         self.runtime.free(self._staging)
 
     # -- within ---------------------------------------------------------------------------------
+
+    def _wait_while(self, is_pending: Callable[[], bool]) -> None:
+        """Wait until the device has carried out some jobs."""
+        with self._lock:
+            self.advance(in_a_hurry=True)
+            while is_pending():
+                try:
+                    for event in self._in_flight[0].done if self._in_flight else ():
+                        self.runtime.synchronize(event)
+                except CudaError as error:
+                    if error.is_fatal:
+                        self._lose(error)
+                time.sleep(FIRST_SLEEP_S)  # because a refused call has not waited
+                self.advance(in_a_hurry=True)
+
+    def _end_cancelled(self, job: CudaJob) -> None:
+        """Wait for the end of what is queued of a cancelled job."""
+        # A thread puts a job among those in flight before it looks for its error. So it queues
+        # nothing of the job unless the job is in flight here.
+        while job in self._in_flight:
+            try:
+                self._wait_while(lambda: job in self._in_flight)
+            except BaseException:
+                # Another interrupt: the caller may reuse the blocks and slots after this call.
+                continue
 
     def _reserve(self, job: CudaJob) -> bool:
         """Reserve events and room for the sums; return False while either is missing."""
@@ -196,12 +219,14 @@ class Lane:
             job = self._runnable[0]
             # It has a serial if an interrupt came right after its append to the jobs in flight.
             if not (job.serial or job.ticket.has_ended):
-                if self._reserve(job):
+                if job.error is not None:  # it was cancelled
+                    job.ticket.end(job.error)
+                elif self._reserve(job):
                     # In this order, so that an interrupt in between does not lose the job.
                     self._in_flight.append(job)
                     self._runnable.popleft()
                     return job
-                if not job.ticket.has_ended:
+                elif not job.ticket.has_ended:
                     return None
             self._runnable.popleft()
         return None

@@ -201,8 +201,7 @@ class CudaMover(Mover):
         )
         if self._verify and is_store:
             self._is_summed[slots] = 0  # from now on the slots hold something else
-        lane.submit(job)
-        return ticket
+        return lane.submit(job)
 
     # -- the packed path --------------------------------------------------------------------------
 
