@@ -91,10 +91,7 @@ class Lane:
 
         def ready() -> None:
             with self._lock:
-                for released in job.order.release(job):
-                    if released in self._waiting:  # not so if an interrupt came right before
-                        del self._waiting[released]
-                        self._runnable.append(released)
+                self._release(job)
                 self.advance()
 
         if isinstance(job.after, CudaEvent):
@@ -158,6 +155,13 @@ class Lane:
 
     # -- within ---------------------------------------------------------------------------------
 
+    def _release(self, job: CudaJob) -> None:
+        """Let the jobs begin that may, now that the event of `job` has happened."""
+        for released in job.order.release(job):
+            if released in self._waiting:  # not so if an interrupt came right before
+                del self._waiting[released]
+                self._runnable.append(released)
+
     def _wait_while(self, is_pending: Callable[[], bool]) -> None:
         """Wait until the device has carried out some jobs."""
         with self._lock:
@@ -173,7 +177,7 @@ class Lane:
                 self.advance(in_a_hurry=True)
 
     def _end_cancelled(self, job: CudaJob) -> None:
-        """Wait for the end of what is queued of a cancelled job."""
+        """Let a cancelled job end. Return after the end of what is queued of it."""
         # A thread puts a job among those in flight before it looks for its error. So it queues
         # nothing of the job unless the job is in flight here.
         while job in self._in_flight:
@@ -182,6 +186,9 @@ class Lane:
             except BaseException:
                 # Another interrupt: the caller may reuse the blocks and slots after this call.
                 continue
+        if job.turn is not None:
+            with self._lock:
+                self._release(job)  # its event may never happen, and would hold up later jobs
 
     def _reserve(self, job: CudaJob) -> bool:
         """Reserve events and room for the sums; return False while either is missing."""

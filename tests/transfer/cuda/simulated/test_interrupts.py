@@ -41,26 +41,30 @@ def each_interrupt(
     scenario: Callable[[Bench], object],
     share: float = 1,
     sources: tuple[str, ...] = SOURCES,
+    prepare: Callable[[Bench], object] = lambda _: None,
     **options: object,
 ) -> Iterator[Bench]:
     """Yield a bench for each line of the sources, after the line was interrupted in a scenario.
 
+    Nothing interrupts `prepare`, which comes before the scenario.
     A line that is carried out more often is interrupted the first `MOST_TIMES` times. CI tries a
     share of the lines.
     """
     with bench(**options) as setup:
+        prepare(setup)
         lines = lines_of(lambda: scenario(setup), sources)
     forget_loss(setup)
     seen = Counter[tuple[str, int]]()
     tried = []
-    for number, line in enumerate(lines, 1):
-        seen[line] += 1
-        text = linecache.getline(*line).strip()
+    for number, where in enumerate(lines, 1):
+        seen[where] += 1
+        text = linecache.getline(*where).strip()
         # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
-        if seen[line] <= MOST_TIMES and "self.runtime.free" not in text:
-            tried.append((number, line, text))
+        if seen[where] <= MOST_TIMES and "self.runtime.free" not in text:
+            tried.append((number, where, text))
     for number, (name, line), text in sampled(tried, share):
         with bench(**options) as setup:
+            prepare(setup)
             print(f"interrupted in {Path(name).name}, line {line}: {text}")  # shown if a test fails
             assert is_interrupted(partial(scenario, setup), number, sources)
             yield setup
@@ -213,6 +217,32 @@ def test_interrupted_call_moves_no_bytes_later(direction: str, event: str) -> No
         jobs._give_away(setup.arena.slots[:3] if direction == "store" else [setup.memory[:, 1:4]])
         with pytest.raises(AssertionError, match="has run later"):  # the job was not interrupted
             end(setup)
+
+
+@pytest.mark.parametrize("is_behind_another", [False, True])
+def test_interrupted_call_holds_up_no_later_job(is_behind_another: bool) -> None:
+    """Interrupts also the lines of the order. The event of the interrupted job never happens."""
+    of: dict[Bench, tuple[Jobs, HostEvent]] = {}
+
+    def prepare(setup: Bench) -> None:
+        jobs, filled = of[setup] = Jobs(setup), HostEvent()
+        if is_behind_another:
+            jobs.load([3], [5], filled)
+
+    def call(setup: Bench) -> None:
+        of[setup][0].load([4], [5], HostEvent())
+
+    for setup in each_interrupt(call, sources=(*SOURCES, order.__file__), prepare=prepare):
+        jobs, filled = of[setup]
+        setup.arena.slots[5] = 5
+        later = setup.mover.load([5], [5], after=setup.after())
+        drain(setup)
+        assert later.poll() != is_behind_another
+        filled.set()
+        setup.land(later)
+        assert (setup.block(5) == 5).all()
+        assert all(ticket.poll() for _, _, ticket in jobs._tickets)
+    assert len(of) > 20
 
 
 def test_close_after_an_interrupted_close_ends_every_job() -> None:
