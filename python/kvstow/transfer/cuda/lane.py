@@ -45,6 +45,9 @@ from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
 from kvstow.transfer.mover import READY
 from kvstow.transfer.ticket import NOT_BEGUN, failure
 
+# So long a device may refuse each question before whoever waits for it takes it as lost.
+_PATIENCE_S = 10.0
+
 
 class Lane:
     """One direction of a link. It launches jobs in the order in which they became runnable.
@@ -163,18 +166,27 @@ class Lane:
                 self._runnable.append(released)
 
     def _wait_while(self, is_pending: Callable[[], bool]) -> None:
-        """Wait until the device has carried out some jobs."""
+        """Wait until the device has carried out some jobs, or has long refused all questions."""
         with self._lock:
+            answered_s = time.monotonic()
             self.advance(in_a_hurry=True)
             while is_pending():
-                try:
-                    for event in self._in_flight[0].done if self._in_flight else ():
-                        self.runtime.synchronize(event)
-                except CudaError as error:
-                    if error.is_fatal:
-                        self._lose(error)
+                if self.refusal is None:
+                    self._synchronize()
+                    answered_s = time.monotonic()
+                elif time.monotonic() - answered_s > _PATIENCE_S:
+                    self._lose(_no_answer(self.refusal))
                 time.sleep(FIRST_SLEEP_S)  # because a refused call has not waited
                 self.advance(in_a_hurry=True)
+
+    def _synchronize(self) -> None:
+        """Wait for the first job in flight, unless CUDA refuses to."""
+        try:
+            for event in self._in_flight[0].done if self._in_flight else ():
+                self.runtime.synchronize(event)
+        except CudaError as error:
+            if error.is_fatal:
+                self._lose(error)
 
     def _end_cancelled(self, job: CudaJob) -> None:
         """Let a cancelled job end. Return after the end of what is queued of it."""
@@ -363,3 +375,14 @@ class Lane:
         self._in_flight.clear()
         self._runnable.clear()
         self._waiting.clear()
+
+
+def _no_answer(refusal: CudaError) -> CudaError:
+    """Return the error of a device that has refused each question for too long."""
+    error = CudaError(
+        f"CUDA has refused each call for {_PATIENCE_S} s, the last so: {refusal}; this process has "
+        "lost the device, restart it",
+        is_fatal=True,
+    )
+    error.__cause__ = refusal
+    return error

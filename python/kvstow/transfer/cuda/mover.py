@@ -147,7 +147,11 @@ class CudaMover(Mover):
         return ring
 
     def close(self) -> None:
-        """End every job and free the device's memory; see `Mover.close`."""
+        """End every job and free the device's memory; see `Mover.close`.
+
+        If CUDA refuses each question about the copies for 10 s, the device counts as lost. Then
+        every job fails, and the memory stays allocated.
+        """
         self._is_open = False
         # First, so that an interrupt leaves the memory allocated while jobs are in flight.
         self._link.finish(self)
