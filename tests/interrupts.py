@@ -17,7 +17,7 @@ ENGINE = str(Path(kvstow.engine.__file__).parent)
 def is_interrupted(
     call: Callable[[], object],
     line: int,
-    sources: str = ENGINE,
+    sources: str | tuple[str, ...] = ENGINE,
     *,
     skipped: tuple[str, ...] = (),
 ) -> bool:
@@ -26,7 +26,7 @@ def is_interrupted(
     Args:
         call: what to interrupt.
         line: number of the line, in the order in which lines are carried out.
-        sources: a file or a folder; only its lines count.
+        sources: files or folders; only their lines count.
         skipped: how lines begin that do not count.
 
     Returns:
@@ -56,15 +56,16 @@ def is_interrupted(
     return False
 
 
-def lines_of(call: Callable[[], object], sources: str) -> list[int]:
-    """Return where the lines of the sources are that `call` carries out, in its order."""
-    lines: list[int] = []
+def lines_of(call: Callable[[], object], sources: str | tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the file and the number of each line of the sources that `call` carries out."""
+    lines: list[tuple[str, int]] = []
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(sources):
+        name = frame.f_code.co_filename
+        if not name.startswith(sources):
             return None
         if event == "line":
-            lines.append(frame.f_lineno)
+            lines.append((name, frame.f_lineno))
         return trace
 
     before = sys.gettrace()

@@ -142,7 +142,8 @@ class Mover(Closing):
     A job that takes less time than to hand it to a thread may have ended when it is submitted.
 
     This class checks the arguments before it queues anything, so a call that raises changes
-    nothing. Its subclasses move the bytes.
+    nothing. Its subclasses move the bytes. If an interrupt such as Ctrl-C ends `store` or `load`,
+    it is raised once the job touches its blocks and slots no more.
 
     Attributes:
         layout: the device side.

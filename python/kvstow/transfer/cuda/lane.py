@@ -32,133 +32,21 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
+from contextlib import suppress
 
 from kvstow._core import TransferError
-from kvstow.transfer.cuda.batch import Batch, Place
+from kvstow.transfer.cuda.batch import Place
 from kvstow.transfer.cuda.interface import CudaError, DeviceEvent, Runtime
+from kvstow.transfer.cuda.job import CANCELLED, FIRST_SLEEP_S, CudaJob, CudaTicket
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.runtime import CudaEvent
-from kvstow.transfer.cuda.sums import SumRing
 from kvstow.transfer.fork import FORKED_TRANSFER, close_in_children
-from kvstow.transfer.mover import READY, Index
-from kvstow.transfer.order import JobOrder, OrderedJob
-from kvstow.transfer.ticket import NOT_BEGUN, Ticket, checked_timeout_s, failure, late
+from kvstow.transfer.mover import READY
+from kvstow.transfer.ticket import NOT_BEGUN, failure
 
-_FIRST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
-
-
-@dataclass(slots=True, eq=False)
-class CudaJob(OrderedJob):
-    """A transfer in a lane.
-
-    Attributes:
-        owner: the mover that it came through.
-        block_ids: int32, at least shape [n], in the order in which they are moved. A launch takes
-            more than it needs, so zeros may follow.
-        host_slots: shape [n], int64, one for each.
-        order: the order of the owner's jobs of this direction.
-        writers: for each target of the owner, the serial of the last job launched that writes it.
-        sums: memory for its checksums; None without.
-        batches: its parts, until all are queued.
-        num_places: most places that it uses.
-        queue: puts a batch on the stream of a place. The stream waits for the first event, if there
-            is one, before the batch touches the blocks. It records the second after that.
-        check: called when all bytes have arrived; returns what is wrong with them.
-        is_staged: whether its source is read before the copies of the link end.
-        ticket: reports its end.
-        first_sum: where its sums begin.
-        serial: its number among the jobs of the lane; 0 before its launch.
-        has_begun: whether its event has not failed, and `earlier` is complete.
-        is_paced: whether it keeps to the lane's pace.
-        earlier: the places, and their events, after which it may write to its targets.
-        num_queued: batches that are queued.
-        is_queued: whether all are queued, or none will follow after an error.
-        places: those it uses.
-        released: an event of each place; all sources are read when all are reached.
-        done: an event of each place; the device has carried out the job when all are reached.
-        error: why it failed before its bytes arrived.
-    """
-
-    owner: object
-    block_ids: npt.NDArray[np.int32]
-    host_slots: Index
-    order: JobOrder[CudaJob]
-    writers: npt.NDArray[np.int64]
-    sums: SumRing | None
-    batches: Sequence[Batch]
-    num_places: int
-    queue: Callable[[CudaJob, Batch, Place, DeviceEvent | None, DeviceEvent | None], None]
-    check: Callable[[CudaJob], TransferError | None] | None
-    is_staged: bool
-    ticket: CudaTicket
-    first_sum: int = 0
-    serial: int = 0
-    has_begun: bool = False
-    is_paced: bool = False
-    earlier: list[tuple[Place, DeviceEvent]] = field(default_factory=list)
-    num_queued: int = 0
-    is_queued: bool = False
-    places: list[Place] = field(default_factory=list)
-    released: list[DeviceEvent] = field(default_factory=list)
-    done: list[DeviceEvent] = field(default_factory=list)
-    error: TransferError | None = None
-
-
-class CudaTicket(Ticket):
-    """A ticket that ends when the device has reached the events of its job.
-
-    Attributes:
-        has_ended: whether `end` has reported the end.
-        is_released: whether the device reads the source no more, while the job is in flight.
-    """
-
-    def __init__(self, lane: Lane) -> None:
-        """Begin under way."""
-        self._lane = lane
-        self.has_ended = False
-        self._error: TransferError | None = None
-        self.is_released = False
-
-    def poll(self) -> bool:
-        """Return whether the transfer has ended, well or not."""
-        if not self.has_ended:
-            self._lane.advance()
-        return self.has_ended
-
-    def source_released(self) -> bool:
-        """Return whether the transfer reads its source no more; see `Ticket.source_released`.
-
-        A store reads its blocks no more once the kernel has gathered them.
-        """
-        return self.poll() or self.is_released
-
-    @property
-    def error(self) -> TransferError | None:
-        """Why the transfer failed; None while it is under way and after success."""
-        return self._error if self.has_ended else None
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the transfer has ended; see `Ticket.wait`."""
-        until_s = None if timeout_s is None else time.monotonic() + checked_timeout_s(timeout_s)
-        sleep_s = _FIRST_SLEEP_S
-        while not self.poll():
-            left_s = sleep_s if until_s is None else until_s - time.monotonic()
-            if left_s <= 0:
-                raise late(timeout_s) from self._lane.refusal
-            time.sleep(min(sleep_s, left_s))
-            sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
-        if self._error is not None:
-            raise self._error
-
-    def end(self, error: TransferError | None) -> None:
-        """Report the end, once."""
-        self._error = error
-        self.has_ended = True
+# So long a device may refuse each question before whoever waits for it takes it as lost.
+_PATIENCE_S = 10.0
 
 
 class Lane:
@@ -197,38 +85,38 @@ class Lane:
         )
         close_in_children(self)
 
-    def submit(self, job: CudaJob) -> None:
-        """Queue a job. The lane launches it as soon as its event and earlier jobs allow.
+    def submit(self, job: CudaJob) -> CudaTicket:
+        """Queue a job, and return its ticket. The lane launches it once event and order allow.
 
-        Once a job is accepted, only an interrupt is raised. Then the rest of the job is not queued.
+        If an interrupt is raised, the job does not run later. If the device has begun it, the
+        interrupt is raised after the end of what is queued.
         """
 
         def ready() -> None:
             with self._lock:
-                for released in job.order.release(job):
-                    if released in self._waiting:  # not so if an interrupt came right before
-                        del self._waiting[released]
-                        self._runnable.append(released)
+                self._release(job)
                 self.advance()
 
         if isinstance(job.after, CudaEvent):
             job.is_ready = True  # the device will wait for it
         else:
             job.watch(ready)
-        with self._lock:
-            if job.order.enter(job):
-                self._runnable.append(job)
-            else:
-                self._waiting[job] = None
-            try:
-                self.advance()
-            except Exception:
-                # Of some other job. The caller needs the ticket of this one, and its polls go on.
-                pass
-            except BaseException as interrupt:
-                # The caller gets no ticket, so the job must not move more bytes.
-                job.error = failure(interrupt)
-                raise
+        try:
+            with self._lock:
+                if job.order.enter(job):
+                    self._runnable.append(job)
+                else:
+                    self._waiting[job] = None
+                # The error is of another job. The caller needs the ticket of this one to go on.
+                with suppress(Exception):
+                    self.advance()
+            return job.ticket
+        except BaseException:
+            # The exit of the lock raises most of these, when the job is queued already. No call
+            # comes before the assignment, so no other interrupt prevents it.
+            job.error = CANCELLED
+            self._end_cancelled(job)
+            raise
 
     def advance(self, *, in_a_hurry: bool = False) -> None:
         """End the jobs that the device has carried out, and launch those that may begin."""
@@ -250,16 +138,9 @@ class Lane:
     def finish(self, owner: object) -> None:
         """Carry out the jobs of a mover that may begin, fail its other jobs, and wait for all."""
         with self._lock:
-            self.advance(in_a_hurry=True)
-            while any(job.owner is owner for job in [*self._in_flight, *self._runnable]):
-                try:
-                    for event in self._in_flight[0].done if self._in_flight else ():
-                        self.runtime.synchronize(event)
-                except CudaError as error:
-                    if error.is_fatal:
-                        self._lose(error)
-                time.sleep(_FIRST_SLEEP_S)  # because a refused call has not waited
-                self.advance(in_a_hurry=True)
+            self._wait_while(
+                lambda: any(job.owner is owner for job in [*self._in_flight, *self._runnable])
+            )
             for job in [job for job in self._waiting if job.owner is owner]:
                 job.order.abandon()
                 job.ticket.end(TransferError(NOT_BEGUN))
@@ -276,6 +157,50 @@ class Lane:
         self.runtime.free(self._staging)
 
     # -- within ---------------------------------------------------------------------------------
+
+    def _release(self, job: CudaJob) -> None:
+        """Let the jobs begin that may, now that the event of `job` has happened."""
+        for released in job.order.release(job):
+            if released in self._waiting:  # not so if an interrupt came right before
+                del self._waiting[released]
+                self._runnable.append(released)
+
+    def _wait_while(self, is_pending: Callable[[], bool]) -> None:
+        """Wait until the device has carried out some jobs, or has long refused all questions."""
+        with self._lock:
+            answered_s = time.monotonic()
+            self.advance(in_a_hurry=True)
+            while is_pending():
+                if self.refusal is None:
+                    self._synchronize()
+                    answered_s = time.monotonic()
+                elif time.monotonic() - answered_s > _PATIENCE_S:
+                    self._lose(_no_answer(self.refusal))
+                time.sleep(FIRST_SLEEP_S)  # because a refused call has not waited
+                self.advance(in_a_hurry=True)
+
+    def _synchronize(self) -> None:
+        """Wait for the first job in flight, unless CUDA refuses to."""
+        try:
+            for event in self._in_flight[0].done if self._in_flight else ():
+                self.runtime.synchronize(event)
+        except CudaError as error:
+            if error.is_fatal:
+                self._lose(error)
+
+    def _end_cancelled(self, job: CudaJob) -> None:
+        """Let a cancelled job end. Return after the end of what is queued of it."""
+        # A thread puts a job among those in flight before it looks for its error. So it queues
+        # nothing of the job unless the job is in flight here.
+        while job in self._in_flight:
+            try:
+                self._wait_while(lambda: job in self._in_flight)
+            except BaseException:
+                # Another interrupt: the caller may reuse the blocks and slots after this call.
+                continue
+        if job.turn is not None:
+            with self._lock:
+                self._release(job)  # its event may never happen, and would hold up later jobs
 
     def _reserve(self, job: CudaJob) -> bool:
         """Reserve events and room for the sums; return False while either is missing."""
@@ -313,12 +238,14 @@ class Lane:
             job = self._runnable[0]
             # It has a serial if an interrupt came right after its append to the jobs in flight.
             if not (job.serial or job.ticket.has_ended):
-                if self._reserve(job):
+                if job.error is not None:  # it was cancelled
+                    job.ticket.end(job.error)
+                elif self._reserve(job):
                     # In this order, so that an interrupt in between does not lose the job.
                     self._in_flight.append(job)
                     self._runnable.popleft()
                     return job
-                if not job.ticket.has_ended:
+                elif not job.ticket.has_ended:
                     return None
             self._runnable.popleft()
         return None
@@ -448,3 +375,14 @@ class Lane:
         self._in_flight.clear()
         self._runnable.clear()
         self._waiting.clear()
+
+
+def _no_answer(refusal: CudaError) -> CudaError:
+    """Return the error of a device that has refused each question for too long."""
+    error = CudaError(
+        f"CUDA has refused each call for {_PATIENCE_S} s, the last so: {refusal}; this process has "
+        "lost the device, restart it",
+        is_fatal=True,
+    )
+    error.__cause__ = refusal
+    return error

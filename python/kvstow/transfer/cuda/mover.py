@@ -20,8 +20,8 @@ from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.batch import Batch, Place
 from kvstow.transfer.cuda.interface import Copies, DeviceEvent, Kernel, Pack, Runtime
+from kvstow.transfer.cuda.job import CudaJob, CudaTicket
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS, MAX_TURNS, chunk_table, ids_for_launch
-from kvstow.transfer.cuda.lane import CudaJob, CudaTicket
 from kvstow.transfer.cuda.link import CudaLink, cuda_link
 from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
@@ -147,7 +147,11 @@ class CudaMover(Mover):
         return ring
 
     def close(self) -> None:
-        """End every job and free the device's memory; see `Mover.close`."""
+        """End every job and free the device's memory; see `Mover.close`.
+
+        If CUDA refuses each question about the copies for 10 s, the device counts as lost. Then
+        every job fails, and the memory stays allocated.
+        """
         self._is_open = False
         # First, so that an interrupt leaves the memory allocated while jobs are in flight.
         self._link.finish(self)
@@ -201,8 +205,7 @@ class CudaMover(Mover):
         )
         if self._verify and is_store:
             self._is_summed[slots] = 0  # from now on the slots hold something else
-        lane.submit(job)
-        return ticket
+        return lane.submit(job)
 
     # -- the packed path --------------------------------------------------------------------------
 

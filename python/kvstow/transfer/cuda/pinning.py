@@ -15,6 +15,9 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstow.transfer.arena import HostArena
 from kvstow.transfer.cuda.interface import CudaError, Runtime
 from kvstow.transfer.shared import SharedMemory
@@ -25,6 +28,10 @@ from kvstow.transfer.shared import SharedMemory
 MAX_CHUNK_BYTES = 8 << 30
 # With more threads the system does not hand out pages any faster.
 _MAX_THREADS = 32
+
+# Memory of arenas that were closed after the loss of their device. It stays mapped, because a
+# device that has only refused all questions may still copy.
+_kept: list[npt.NDArray[np.uint8]] = []
 
 Progress = Callable[[int, int], None]
 """Called with the number of pinned bytes, and of all bytes."""
@@ -77,6 +84,11 @@ def pin(
     Raises:
         CudaError: CUDA refused to pin it.
     """
+
+    def keep_if_lost() -> None:
+        if runtime.lost is not None:
+            _kept.append(arena.memory)
+
     with ExitStack() as pinned:
         for begin, num_bytes in _chunks(arena):
             address = arena.base_address + begin
@@ -84,6 +96,7 @@ def pin(
             pinned.callback(runtime.unregister, address)  # of each chunk, if a later one is refused
             if progress is not None:
                 progress(begin + num_bytes, arena.num_bytes)
+        pinned.callback(keep_if_lost)
         return pinned.pop_all().close
 
 

@@ -32,7 +32,7 @@ _BLOCK = 512
 # The most urgent: CUDA takes the nearest priority that the device has. Kernels of a low priority
 # would wait for whole prefills, and the copies behind them too. (Copies have no priority.)
 _PRIORITY = -100
-_SUCCESS, _NOT_READY = 0, 600
+_SUCCESS, _INVALID_HANDLE, _NOT_READY = 0, 400, 600
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 # What CUDA answers while another thread captures a graph and forbids the question.
 _CAPTURE = range(900, 909)
@@ -228,7 +228,10 @@ class CudaRuntime:
         if status == _NOT_READY or status in _CAPTURE:
             return False
         error = self._api.CUDARuntimeError(status)
-        raise self._failure("asking for an event", error) from error
+        # An event that this class has made becomes invalid only if its context goes, for example
+        # because another library resets the device.
+        is_gone = status == _INVALID_HANDLE
+        raise self._failure("asking for an event", error, is_gone=is_gone) from error
 
     def zero(self, address: int, num_bytes: int, stream: Stream) -> None:
         """See `Runtime.zero`."""
@@ -344,9 +347,9 @@ class CudaRuntime:
         except self._errors as error:
             raise self._failure(doing, error) from error
 
-    def _failure(self, doing: str, error: Any) -> CudaError:
+    def _failure(self, doing: str, error: Any, *, is_gone: bool = False) -> CudaError:
         """Return cupy's error as a `CudaError`, and remember the loss of the device."""
-        is_fatal = error.status in _FATAL
+        is_fatal = is_gone or error.status in _FATAL
         advice = "; this process has lost the device, restart it" if is_fatal else ""
         failure = CudaError(f"{doing} failed: {error}{advice}", is_fatal=is_fatal)
         if is_fatal:

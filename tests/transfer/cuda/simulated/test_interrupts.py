@@ -1,14 +1,16 @@
-"""An interrupt, for example Ctrl-C, at any line of a lane loses no job and mixes up no bytes."""
+"""Interrupts such as Ctrl-C: a lane loses no job, and runs none whose call raised."""
 
 from __future__ import annotations
 
 import linecache
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from tests.interrupts import is_interrupted, lines_of
 from tests.sampled import IS_FULL, sampled
@@ -19,45 +21,53 @@ from tests.transfer.cuda.simulated.test_mover import (
     bench,
     busy,
     paced,
+    run_all,
 )
 from tests.transfer.cuda.simulation import library
 
-from kvstow.transfer import CudaError, Event, HostEvent, Ticket
-from kvstow.transfer.cuda import lane, runtime
+from kvstow.transfer import CudaError, Event, HostEvent, Ticket, order
+from kvstow.transfer.cuda import job, lane, mover, runtime
 
 MOST_POLLS = 200
 # How often a line is interrupted, each time at its next turn.
 MOST_TIMES = 2 if IS_FULL else 1
 NUM_BLOCKS = 8
+NEW_OWNERS = 201  # each byte of a target that has a new owner
+SOURCES = (lane.__file__, job.__file__)
 OUT_OF_MEMORY = 2
 
 
 def each_interrupt(
-    scenario: Callable[[Bench], object], share: float = 1, **options: object
+    scenario: Callable[[Bench], object],
+    share: float = 1,
+    sources: tuple[str, ...] = SOURCES,
+    prepare: Callable[[Bench], object] = lambda _: None,
+    **options: object,
 ) -> Iterator[Bench]:
-    """Yield a bench for each line of a lane, after the line was interrupted in a scenario.
+    """Yield a bench for each line of the sources, after the line was interrupted in a scenario.
 
+    Nothing interrupts `prepare`, which comes before the scenario.
     A line that is carried out more often is interrupted the first `MOST_TIMES` times. CI tries a
     share of the lines.
     """
     with bench(**options) as setup:
-        lines = lines_of(lambda: scenario(setup), lane.__file__)
+        prepare(setup)
+        lines = lines_of(lambda: scenario(setup), sources)
     forget_loss(setup)
-    seen = Counter[int]()
+    seen = Counter[tuple[str, int]]()
     tried = []
-    for number, line in enumerate(lines, 1):
-        seen[line] += 1
-        text = linecache.getline(lane.__file__, line)
+    for number, where in enumerate(lines, 1):
+        seen[where] += 1
+        text = linecache.getline(*where).strip()
         # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
-        if seen[line] <= MOST_TIMES and "self.runtime.free" not in text:
-            tried.append((number, line, text))
-    for number, line, text in sampled(tried, share):
+        if seen[where] <= MOST_TIMES and "self.runtime.free" not in text:
+            tried.append((number, where, text))
+    for number, (name, line), text in sampled(tried, share):
         with bench(**options) as setup:
-            assert is_interrupted(partial(scenario, setup), number, lane.__file__)
-            try:
-                yield setup
-            except AssertionError as error:
-                raise AssertionError(f"interrupted at line {line}: {text.strip()}") from error
+            prepare(setup)
+            print(f"interrupted in {Path(name).name}, line {line}: {text}")  # shown if a test fails
+            assert is_interrupted(partial(scenario, setup), number, sources)
+            yield setup
         forget_loss(setup)
 
 
@@ -69,21 +79,35 @@ def forget_loss(setup: Bench) -> None:
 
 
 class Jobs:
-    """The jobs of a bench."""
+    """The jobs of a bench. The targets of an interrupted call get a new owner at once."""
 
     def __init__(self, setup: Bench) -> None:
         self.setup = setup
         self._tickets: list[tuple[list[int], list[int], Ticket]] = []
+        self._new_owners: list[npt.NDArray[np.uint8]] = []
 
     def store(self, blocks: list[int], slots: list[int], after: Event) -> Ticket:
-        ticket = self.setup.mover.store(blocks, slots, after=after)
+        try:
+            ticket = self.setup.mover.store(blocks, slots, after=after)
+        except KeyboardInterrupt:
+            self._give_away(self.setup.arena.slots[slot] for slot in slots)
+            raise
         self._tickets.append((blocks, slots, ticket))
         return ticket
 
     def load(self, slots: list[int], blocks: list[int], after: Event) -> Ticket:
-        ticket = self.setup.mover.load(slots, blocks, after=after)
+        try:
+            ticket = self.setup.mover.load(slots, blocks, after=after)
+        except KeyboardInterrupt:
+            self._give_away(self.setup.memory[:, block] for block in blocks)
+            raise
         self._tickets.append((blocks, slots, ticket))
         return ticket
+
+    def _give_away(self, targets: Iterable[npt.NDArray[np.uint8]]) -> None:
+        for target in targets:
+            target[:] = NEW_OWNERS
+            self._new_owners.append(target)
 
     def end(self) -> None:
         """Expect every job to end, and those that ended well to have moved their bytes."""
@@ -98,16 +122,18 @@ class Jobs:
             if ticket.error is None:
                 for block, slot in zip(blocks, slots, strict=True):
                     assert np.array_equal(self.setup.arena.slots[slot], self.setup.block(block))
+        run_all()
+        targets, self._new_owners = self._new_owners, []
+        for target in targets:
+            assert (target == NEW_OWNERS).all(), "a job whose call raised has run later"
 
 
 def drain(setup: Bench) -> None:
-    """End all jobs, also those whose call was interrupted, of which nobody has a ticket."""
-    setup.link.stores._pace = None
+    """Let the lanes and the device do all that they can."""
     for _ in range(2):  # the second call sees what the device has carried out
         for it in (setup.link.stores, setup.link.loads):
             it.advance()
-        while library.step():
-            pass
+        run_all()
 
 
 def stores_and_loads(jobs: Jobs) -> None:
@@ -148,7 +174,7 @@ def test_interrupted_lane_ends_every_job(scenario: Callable[[Jobs], None]) -> No
 
     for setup in each_interrupt(run, 1 / 2, verify=True, num_slots=NUM_BLOCKS):
         jobs = of[setup]
-        drain(setup)
+        setup.link.stores._pace = None
         jobs.end()
         # There is room for the sums of each of these jobs, but not for those of two.
         setup.memory[:, 1:] = 50 + np.arange(NUM_BLOCKS, dtype=np.uint8)[:, None]
@@ -160,6 +186,63 @@ def test_interrupted_lane_ends_every_job(scenario: Callable[[Jobs], None]) -> No
         assert [ticket.error for ticket in tickets] == [None] * 3
         assert (setup.block(NUM_BLOCKS) == 50 + NUM_BLOCKS - 1).all()
     assert len(of) > (100 if IS_FULL else 50)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+@pytest.mark.parametrize("event", ["host", "device"])
+def test_interrupted_call_moves_no_bytes_later(direction: str, event: str) -> None:
+    """Interrupts also the lines of the mover and of the order."""
+    of: dict[Bench, tuple[Jobs, HostEvent]] = {}
+
+    def call(setup: Bench) -> None:
+        jobs, filled = of[setup] = Jobs(setup), HostEvent()
+        after = busy(setup) if event == "device" else filled
+        if direction == "store":
+            jobs.store([1, 2, 3], [0, 1, 2], after)
+        else:
+            jobs.load([0, 1, 2], [1, 2, 3], after)
+
+    def end(setup: Bench) -> None:
+        jobs, filled = of[setup]
+        filled.set()
+        drain(setup)
+        jobs.end()
+
+    for setup in each_interrupt(call, 1 / 4, (*SOURCES, order.__file__, mover.__file__)):
+        end(setup)
+    assert len(of) > 10
+    with bench() as setup:
+        call(setup)
+        jobs, _ = of[setup]
+        jobs._give_away(setup.arena.slots[:3] if direction == "store" else [setup.memory[:, 1:4]])
+        with pytest.raises(AssertionError, match="has run later"):  # the job was not interrupted
+            end(setup)
+
+
+@pytest.mark.parametrize("is_behind_another", [False, True])
+def test_interrupted_call_holds_up_no_later_job(is_behind_another: bool) -> None:
+    """Interrupts also the lines of the order. The event of the interrupted job never happens."""
+    of: dict[Bench, tuple[Jobs, HostEvent]] = {}
+
+    def prepare(setup: Bench) -> None:
+        jobs, filled = of[setup] = Jobs(setup), HostEvent()
+        if is_behind_another:
+            jobs.load([3], [5], filled)
+
+    def call(setup: Bench) -> None:
+        of[setup][0].load([4], [5], HostEvent())
+
+    for setup in each_interrupt(call, sources=(*SOURCES, order.__file__), prepare=prepare):
+        jobs, filled = of[setup]
+        setup.arena.slots[5] = 5
+        later = setup.mover.load([5], [5], after=setup.after())
+        drain(setup)
+        assert later.poll() != is_behind_another
+        filled.set()
+        setup.land(later)
+        assert (setup.block(5) == 5).all()
+        assert all(ticket.poll() for _, _, ticket in jobs._tickets)
+    assert len(of) > 20
 
 
 def test_close_after_an_interrupted_close_ends_every_job() -> None:

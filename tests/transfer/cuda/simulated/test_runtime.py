@@ -13,7 +13,7 @@ from kvstow import ConfigError
 from kvstow.transfer import CudaError
 from kvstow.transfer.cuda.runtime import CudaRuntime, import_cupy
 
-NOT_READY, ILLEGAL_ADDRESS, CAPTURE_ELSEWHERE = 600, 700, 906
+INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_ELSEWHERE = 400, 600, 700, 906
 
 
 def test_missing_cupy_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,8 @@ def test_missing_compiler_names_the_package(monkeypatch: pytest.MonkeyPatch) -> 
         CudaRuntime(0)
 
 
-def test_query_of_an_event_raises_on_a_lost_device() -> None:
+@pytest.mark.parametrize("lost", [ILLEGAL_ADDRESS, INVALID_HANDLE])
+def test_query_of_an_event_raises_on_a_lost_device(lost: int) -> None:
     runtime = CudaRuntime(0)
     event = runtime.event()
     assert runtime.is_done(event)
@@ -71,7 +72,7 @@ def test_query_of_an_event_raises_on_a_lost_device() -> None:
         library.fail("cudaEventQuery", status)
         assert not runtime.is_done(event)
     assert runtime.lost is None
-    library.fail("cudaEventQuery", ILLEGAL_ADDRESS)
+    library.fail("cudaEventQuery", lost)
     with pytest.raises(CudaError, match="restart it") as raised:
         runtime.is_done(event)
     assert raised.value.is_fatal

@@ -64,11 +64,12 @@ def build(folder: Path, kernels: Path = KERNELS) -> Path:
 
 def environment(folder: Path, *, seed: int = 0, kernels: Path = KERNELS) -> dict[str, str]:
     """Return the environment of a process that `install`s the library as it starts."""
+    paths = [str(HERE / "start"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         LIBRARY: str(build(folder, kernels)),
         SEED: str(seed),
-        "PYTHONPATH": os.pathsep.join([str(HERE / "start"), str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         # Compiled kernels and the speed of the link are not those of a GPU of this machine.
         "CUPY_CACHE_DIR": str(folder / "cupy"),
         "XDG_CACHE_HOME": str(folder / "cache"),
