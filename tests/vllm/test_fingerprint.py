@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, cache_config
 from vllm import envs
 from vllm import version as vllm_version
-from vllm.config import CacheConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KernelConfig,
+    MultiModalConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 
 from kvstow import ConfigError
 from kvstow.vllm import identity as identity_module
@@ -69,6 +76,12 @@ class World:
             ),
             speculative_config=None,
             attention_config=None,
+            kernel_config=SimpleNamespace(
+                moe_backend="auto",
+                linear_backend="auto",
+                linear_backend_per_quant=None,
+                enable_jit_warmup=True,
+            ),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
 
@@ -130,6 +143,18 @@ OTHERS: dict[str, Change] = {
     "rows of states for drafts": of(
         "config.speculative_config", SimpleNamespace(num_speculative_tokens=2)
     ),
+    "kernels of experts": of("config.kernel_config.moe_backend", "marlin"),
+    "kernels of linear layers": of("config.kernel_config.linear_backend", "emulation"),
+    "kernels of one quantization": of(
+        "config.kernel_config.linear_backend_per_quant", {"nvfp4_w4a16": "humming"}
+    ),
+    "kernels of the drafts' experts": of(
+        "config.speculative_config", SimpleNamespace(moe_backend="marlin")
+    ),
+    # vLLM stores all kinds of 8 bits as uint8.
+    "dtype of the drafts' KV": of(
+        "config.speculative_config", SimpleNamespace(kv_cache_dtype="fp8_e5m2")
+    ),
 }
 
 
@@ -150,6 +175,12 @@ def test_servers_that_differ_do_not_share(worlds: tuple[World, World], name: str
         ("VLLM_SSM_CONV_STATE_LAYOUT", "DS"),
         ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
         ("VLLM_CPU_INT4_W4A8", "0"),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"),
+        ("VLLM_USE_DEEP_GEMM", "1"),  # the default, but vLLM prefers these kernels then
+        ("VLLM_FLOAT32_MATMUL_PRECISION", "medium"),
+        ("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random"),
+        ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "1"),
+        ("VLLM_MARLIN_USE_ATOMIC_ADD", "no number, and no kernel here asks"),
     ],
 )
 def test_servers_with_other_variables_do_not_share(
@@ -160,12 +191,76 @@ def test_servers_with_other_variables_do_not_share(
     assert worlds[1].digest() != before
 
 
+def test_each_variable_that_changes_numbers_keeps_servers_apart(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = cast(VllmConfig, worlds[0].config)
+    before = shaping_module.shaping(config)
+    for name in (*shaping_module._NUMERIC, shaping_module._ATTENTION_LAYOUT):
+        with monkeypatch.context() as changed:
+            changed.setitem(envs.environment_variables, name, lambda: "another value")
+            assert shaping_module.shaping(config) != before, name
+    assert shaping_module.shaping(config) == before
+
+
+# vLLM 0.30 has the first one, and 0.33 the others.
+OF_OTHER_VERSIONS = {
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+}
+
+
 def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     """A new name would leave a setting out."""
-    assert set(shaping_module._OF_STATES) <= {field.name for field in fields(CacheConfig)}
-    assert {*shaping_module._QUANTIZING, "VLLM_SSM_CONV_STATE_LAYOUT"} <= {
-        *envs.environment_variables
+
+    def settings(cls: Any) -> set[str]:
+        return {field.name for field in fields(cls)}
+
+    assert set(shaping_module._OF_STATES) <= settings(CacheConfig)
+    assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
+    assert "mm_encoder_fp8_scale_path" in settings(MultiModalConfig)
+    variables = {
+        *shaping_module._NUMERIC,
+        shaping_module._ATTENTION_LAYOUT,
+        shaping_module._STATE_LAYOUT,
+        shaping_module._VIDEO_LOADER,
     }
+    assert variables - OF_OTHER_VERSIONS <= {*envs.environment_variables}
+    page = (Path(__file__).parents[2] / "docs/reference/connector.md").read_text()
+    assert variables <= set(re.findall(r"`(VLLM_\w+)`", page))
+
+
+def test_named_kernels_of_vllm_are_in_a_fingerprint() -> None:
+    config: Any = SimpleNamespace(kernel_config=KernelConfig(), speculative_config=None)
+    named = dict(each for each in shaping_module._backends(config) if each is not None)
+    assert {"moe_backend", "linear_backend", "linear_backend_per_quant"} <= set(named)
+    assert all("warmup" not in name and "autotune" not in name for name in named)
+
+
+def test_servers_with_other_numbers_for_images_do_not_share(
+    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scales of an 8-bit encoder are in a file, and a client may name a video itself."""
+    scales = tmp_path / "scales.json"
+    scales.write_text("1")
+    before = worlds[0].digest()
+    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    assert worlds[1].digest() == before, "the model takes no videos"
+    for world in worlds:
+        world.config.model_config.multimodal_config = SimpleNamespace(
+            mm_encoder_fp8_scale_path=str(scales)
+        )
+    before = worlds[0].digest()
+    assert worlds[1].digest() == before
+    scales.write_text("2")
+    assert worlds[1].digest() != before
+    scales.write_text("1")
+    monkeypatch.delenv("VLLM_VIDEO_LOADER_BACKEND")
+    assert worlds[1].digest() != before
+    scales.unlink()
+    with pytest.raises(ConfigError, match=r"mm_encoder_fp8_scale_path .* cannot be read"):
+        worlds[1].digest()
 
 
 def test_drafts_shape_no_block_of_a_model_without_states(worlds: tuple[World, World]) -> None:
@@ -253,6 +348,7 @@ def test_servers_with_other_names_of_weights_do_not_share(
 SAME: dict[str, Change] = {
     "number of blocks": of("num_blocks", NUM_BLOCKS // 2),
     "data-parallel engine": of("config.parallel_config.data_parallel_index", 1),
+    "warm-up of kernels": of("config.kernel_config.enable_jit_warmup", False),
     "options of kvstow": lambda world: world.options.update(num_cpu_blocks=7),
 }
 
