@@ -72,8 +72,8 @@ def test_blocks_come_back_through_tls(
             wires: list[Wire] = []
             connect = tier.nodes.connect
 
-            def connect_and_count(node: Node) -> Wire:
-                wires.append(connect(node))
+            def connect_and_count(node: Node, limit_s: float) -> Wire:
+                wires.append(connect(node, limit_s))
                 return wires[-1]
 
             monkeypatch.setattr(tier.nodes, "connect", connect_and_count)

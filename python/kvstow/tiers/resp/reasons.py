@@ -24,10 +24,9 @@ _FIXES: Final = (
     ),
     ("NOPERM", f"the access list refused a command: {_ACCESS}"),
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
-    ("Cluster mode is not enabled", "it belongs to no cluster: take +cluster out of the URL"),
+    ("cluster support disabled", "it belongs to no cluster: take +cluster out of the URL"),
 )
-# What redis-py says if no Sentinel names a master: the service, and why each Sentinel did not
-# answer, after a text of several hundred characters that shows the connection.
+# What `nodes` says if no Sentinel names a master: the service, and why each did not answer.
 _NO_MASTER: Final = re.compile(r"No master found for (?P<service>'[^']*')(?P<errors>.*)", re.DOTALL)
 _SENTINEL_ERROR: Final = re.compile(r" - (?:\w+:)?(\w+Error)")
 

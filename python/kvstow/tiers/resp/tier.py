@@ -29,7 +29,7 @@ from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
-from kvstow.tiers.resp.nodes import Nodes
+from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
 from kvstow.tiers.resp.reasons import reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 # A server that had less time to answer has not failed.
 _FAIR_S: Final = 0.02
-# Answers of a server that no longer has the key, and of one that is full.
-_MOVED: Final = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY"})
+# Answers of a server that no longer has the key, of one whose key moves, and of one that is full.
+_MOVED: Final = frozenset({"MOVED", "READONLY"})
+_MOVES: Final = frozenset({"ASK", "TRYAGAIN"})
 _FULL: Final = frozenset({"OOM"})
 
 _T = TypeVar("_T")
@@ -118,13 +119,6 @@ class RespTier(QueuedTier):
             self._seen.add(node)
         return is_new
 
-    def close(self) -> None:
-        """Carry out every job, each up to its deadline, and stop."""
-        if self._is_forked:  # another thread of the parent may hold the lock of the nodes
-            return
-        super().close()
-        self.nodes.forget()
-
     def _worker(self) -> Worker:
         return _Connections(self)
 
@@ -135,7 +129,7 @@ class _Connections:
     def __init__(self, tier: RespTier) -> None:
         self._tier = tier
         self._wires: dict[Node, Wire] = {}
-        self._failures: tuple[type[Exception], ...] = (WireError, OSError, *tier.nodes.errors)
+        self._failures: tuple[type[Exception], ...] = tier.nodes.errors
 
     def hand_over(self, _: Callable[[], None]) -> bool:
         """Return False, because a thread is good for any number of parts."""
@@ -151,8 +145,12 @@ class _Connections:
         """Ask each server for the blocks that it has."""
         blocks, key = job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        assigned = self._attempt(None, job, lambda: self._tier.nodes.assign(keys))
+        assigned = self._topology(job).assign(keys)
         first = None
+        if num_lost := len(keys) - sum(map(len, assigned.values())):
+            self._tier.nodes.doubt()
+            where = f"the cluster at {self._tier.address}"
+            first = TransferError(f"no server of {where} has the slots of {num_lost} blocks")
         for node, places in assigned.items():
             positions = [part[at] for at in places]
             own = Part(
@@ -169,14 +167,32 @@ class _Connections:
         if first is not None:
             raise first
 
+    def _topology(self, job: Job) -> Topology:
+        """Return which server has which key, as it was known before if no server says it now.
+
+        Raises:
+            TransferError: no server has said it yet.
+        """
+        nodes = self._tier.nodes
+        if nodes.must_ask:
+            try:
+                return self._attempt(None, job, lambda: nodes.ask(job.until_s))
+            except TransferError:
+                if nodes.known is None:
+                    raise
+        assert nodes.known is not None
+        return nodes.known
+
     def _ask(self, node: Node, job: Job, part: Part) -> None:
         """Ask one server, and note its answers."""
         tier = self._tier
         if node in self._wires and not self._wires[node].is_idle:
             self._wires.pop(node).close()
+            tier.nodes.doubt()  # a server that is no master any more closes its connections
         if node not in self._wires:
-            self._wires[node] = tier.nodes.connect(node)
+            self._wires[node] = tier.nodes.connect(node, seconds_left(job.until_s))
         wire = self._wires[node]
+        seconds_left(job.until_s)  # else the connection serves the next call
         wire.limit(min(job.until_s, time.monotonic() + tier.timeout_s))
         num_wrong, memory = 0, Memory(tier.rows, tier.sums)
         try:
@@ -213,12 +229,15 @@ class _Connections:
             result = call()
         except Refusal as refusal:
             if refusal.code in _MOVED:
-                self._tier.nodes.forget()
-            elif refusal.code not in _FULL:
+                self._tier.nodes.doubt()
+            elif refusal.code not in _FULL | _MOVES:
+                self._tier.nodes.doubt()
                 _failed(breaker, name, refusal)
             raise TransferError(f"{name} refused: {reason(refusal)}") from refusal
+        except NoTime as error:
+            raise TransferError(f"{name}: {error}") from error
         except self._failures as error:
-            self._tier.nodes.forget()
+            self._tier.nodes.doubt()
             # An answer that had hardly any time says nothing of the server.
             if not isinstance(error, WireError) or job.until_s - begin_s >= _FAIR_S:
                 _failed(breaker, name, error)
