@@ -252,10 +252,12 @@ _VALUES_OF_BOTH = b"".join(
     for name, row in zip(_PART.hashes, _ROWS, strict=True)
 )
 _CALLS: list[Callable[[Wire], object]] = [
-    lambda wire: commands.get(wire, _PART, commands.Memory(np.zeros_like(_ROWS), _SUMS), _SPACE),
-    lambda wire: commands.put(wire, _PART, commands.Memory(_ROWS, _SUMS), _SPACE, ()),
-    lambda wire: commands.contains(wire, _PART),
-    lambda wire: commands.delete(wire, _PART),
+    lambda wire: list(
+        commands.get(wire, _PART, commands.Memory(np.zeros_like(_ROWS), _SUMS), _SPACE)
+    ),
+    lambda wire: list(commands.put(wire, _PART, commands.Memory(_ROWS, _SUMS), _SPACE, ())),
+    lambda wire: list(commands.contains(wire, _PART)),
+    lambda wire: list(commands.delete(wire, _PART)),
     lambda wire: wire.answer(),
 ]
 

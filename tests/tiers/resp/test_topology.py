@@ -13,6 +13,7 @@ from tests.tiers.resp.simulated import Simulated, Words, refuses, sentinel_of, s
 from tests.tiers.resp.small import BLOCKS, LONG_S, ended, get, key_of, opened, put
 
 from kvstow.tiers.resp import nodes
+from kvstow.tiers.resp.address import Node
 from kvstow.transfer import HostArena
 
 ALL_SLOTS = range(16384)
@@ -161,6 +162,26 @@ def test_a_master_that_closes_its_connections_leads_to_the_next_one(
         get(tier)
         assert get(tier).ok.all()
         assert second.asked[b"GET"] == 16
+
+
+@pytest.mark.usefixtures("_asks_at_once")
+def test_nothing_is_kept_of_masters_that_are_gone(small_arena: HostArena, stack: ExitStack) -> None:
+    masters = [stack.enter_context(Simulated()) for _ in range(3)]
+    named = list(masters)
+    sentinel = stack.enter_context(sentinel_of(lambda: named[0]))
+    with opened(small_arena, sentinel_url(sentinel.port)) as tier:
+        for _ in masters:
+            tier.nodes.doubt()
+            assert put(tier).ok.all()
+            assert get(tier).ok.all()
+            named.pop(0)
+        until_s = time.monotonic() + LONG_S
+        while any(master.open for master in masters[:2]):
+            assert time.monotonic() < until_s, "a connection stays open"
+            time.sleep(0.01)
+        last = Node("127.0.0.1", masters[2].port)
+        assert {node for node, _ in tier.health._breakers} == {None, last}
+        assert tier.health._known == {last}
 
 
 @pytest.mark.usefixtures("_asks_at_once")
