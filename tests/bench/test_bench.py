@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,35 @@ def test_what_a_tier_loses_or_damages_counts(
     gets = [row for row in rows if row.action == "get"]
     assert [row.num_failed for row in gets] == ([3, 3] if damage == "lost" else [0, 0])
     assert [row.num_wrong for row in gets] == ([0, 0] if damage == "lost" else [3, 3])
+
+
+def test_interrupt_leaves_no_block_of_a_put_under_way(
+    tier: MemoryTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, writers = MemoryTier._put, []
+
+    def late(self: MemoryTier, blocks: Checked, *more: Any) -> TierTicket:
+        ticket = TierTicket(len(blocks))
+        ticket.announce()
+
+        def write() -> None:
+            put(self, blocks, *more)
+            ticket.end()
+
+        writers.append(threading.Timer(0.05, write))
+        writers[0].start()
+        return ticket
+
+    def interrupted(call: Callable[..., TierTicket], *given: Any) -> None:
+        call(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(MemoryTier, "_put", late)
+    monkeypatch.setattr("kvstow.bench.tier._timed", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measure_tier(tier, 2, has_slots=True)
+    writers[0].join()
+    assert not tier._held
 
 
 def test_disk_is_measured_and_left_as_it_was(

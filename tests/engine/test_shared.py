@@ -28,7 +28,7 @@ from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.forks import in_child
 from tests.tiers.resp.server import Server, free_port
 
-from kvstow import ConfigError, SharedOptions, StateError
+from kvstow import ConfigError, SharedOptions, StateError, TransferError
 from kvstow.engine.shared import Shared
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
@@ -307,6 +307,16 @@ def test_a_store_that_fails_costs_the_deadlines_and_nothing_else(
                 if serve(other, f"reader {number}", prompt) == NUM_WHOLE:
                     break
                 time.sleep(0.1)
+
+
+def test_jobs_that_do_not_end_are_those_of_the_shared_tier(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(server.url) as it, monkeypatch.context() as patch:
+        serve(it, "writer", DOCUMENT)
+        patch.setattr(Shared, "running", property(lambda _: [7]))
+        with pytest.raises(TransferError, match="1 jobs of the shared tier have not ended"):
+            it.engine.settle_disk()
 
 
 def test_events_name_no_block_of_the_store(server: Server) -> None:

@@ -252,10 +252,13 @@ _VALUES_OF_BOTH = b"".join(
     for name, row in zip(_PART.hashes, _ROWS, strict=True)
 )
 _CALLS: list[Callable[[Wire], object]] = [
-    lambda wire: commands.get(wire, _PART, commands.Memory(np.zeros_like(_ROWS), _SUMS), _SPACE),
-    lambda wire: commands.put(wire, _PART, commands.Memory(_ROWS, _SUMS), _SPACE, ()),
-    lambda wire: commands.contains(wire, _PART),
-    lambda wire: commands.delete(wire, _PART),
+    lambda wire: list(
+        commands.get(wire, _PART, commands.Memory(np.zeros_like(_ROWS), _SUMS), _SPACE)
+    ),
+    lambda wire: list(commands.put(wire, _PART, commands.Memory(_ROWS, _SUMS), _SPACE, ())),
+    lambda wire: list(commands.contains(wire, _PART)),
+    lambda wire: list(commands.delete(wire, _PART)),
+    lambda wire: wire.answer(),
 ]
 
 
@@ -275,6 +278,7 @@ def _answer(given: tuple[bytes, int]) -> None:
 _ANSWERS = damaged(
     _VALUES_OF_BOTH, b"$-1\r\n$-1\r\n", b"+OK\r\n+OK\r\n", b":1\r\n:0\r\n",
     b"-MOVED 3 a:1\r\n:1\r\n", b"$3\r\nabc\r\n$0\r\n\r\n",
+    b"*1\r\n*3\r\n:0\r\n:9\r\n*2\r\n$1\r\na\r\n:1\r\n",
 )  # fmt: skip
 
 
@@ -377,7 +381,7 @@ def targets() -> Iterator[tuple[str, Target]]:
         "answer",
         Target(
             lambda: (_VALUES_OF_BOTH, 0),
-            st.tuples(_ANSWERS, st.integers(0, 3)),
+            st.tuples(_ANSWERS, st.integers(0, len(_CALLS) - 1)),
             _answer,
             (WireError,),
         ),

@@ -87,8 +87,8 @@ def test_a_server_connects_before_its_first_request(
     """A connection may take longer than a request waits for the store."""
     connected, connect = threading.Event(), Nodes.connect
 
-    def noted(self: Nodes, node: Any) -> Any:
-        wire = connect(self, node)
+    def noted(self: Nodes, node: Any, limit_s: float) -> Any:
+        wire = connect(self, node, limit_s)
         connected.set()
         return wire
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Final, Literal, TypeAlias
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 from kvstow._core import TransferError
 from kvstow.tiers import Tier, TierBlocks, TierTicket
+from kvstow.tiers.ticket import tickets_made
 
 Slots: TypeAlias = npt.NDArray[np.int64]
 JOBS: Final = (1, 32)
@@ -73,14 +75,14 @@ def measure_tier(tier: Tier, num_turns: int, *, has_slots: bool) -> list[TierRow
             slots = here if has_slots else None
             blocks = TierBlocks(hashes, [0] * number, slots=slots, sequence=sequence)
             rows[half:] = 0
-            put_s, kept = _timed(tier.put, blocks, here)
-            get_s, ok = _timed(tier.get, blocks, there)
+            with _deleted_at_end(tier, blocks):
+                put_s, kept = _timed(tier.put, blocks, here)
+                get_s, ok = _timed(tier.get, blocks, there)
             times["put"].append(put_s)
             times["get"].append(get_s)
             num_failed["put"] += number - int(kept.sum())
             num_failed["get"] += number - int(ok.sum())
             num_wrong += int((rows[there][ok] != rows[here][ok]).any(axis=1).sum())
-            tier.delete(blocks).wait()
         for name in _ACTIONS:
             best = number * tier.slot_bytes / min(times[name][1:]) / 1e9
             wrong = num_wrong if name == "get" else 0
@@ -96,11 +98,24 @@ def check_tier(tier: Tier) -> None:
         TransferError: the store has not kept the block: its message says why.
     """
     blocks = TierBlocks([os.urandom(_HASH_BYTES)], [0])
-    ticket = tier.put(blocks, np.arange(1))
-    ticket.wait()
-    if not ticket.ok.all():
-        raise ticket.error or TransferError("the store has not kept a block: see its log")
-    tier.delete(blocks).wait()
+    with _deleted_at_end(tier, blocks):
+        ticket = tier.put(blocks, np.arange(1))
+        ticket.wait()
+        if not ticket.ok.all():
+            raise ticket.error or TransferError("the store has not kept a block: see its log")
+
+
+@contextmanager
+def _deleted_at_end(tier: Tier, blocks: TierBlocks) -> Iterator[None]:
+    """Delete blocks in the end, also after an interrupt, when no put can bring them back."""
+    tickets: list[TierTicket] = []
+    try:
+        with tickets_made(tickets):
+            yield
+    finally:
+        for ticket in tickets:
+            ticket.wait_until_ended()
+        tier.delete(blocks).wait()
 
 
 def _timed(

@@ -274,8 +274,8 @@ class Disk(Closing):
         self.end_ended(state)
         if running := self.running:
             raise TransferError(
-                f"{len(running)} jobs of the disk tier have not ended, and may still use the host "
-                "memory; try again later, or close this engine"
+                f"{len(running)} jobs of the {self._name} tier have not ended, and may still use "
+                "the host memory; try again later, or close this engine"
             )
 
     def flush(self, state: State) -> None:

@@ -5,6 +5,7 @@ A server of a model that is removed meanwhile goes on, and puts its blocks again
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -47,7 +48,8 @@ def count_blocks(
 ) -> dict[str, int]:
     """Return how many blocks each fingerprint has on RESP servers.
 
-    It reads every key, so it takes long on a large store.
+    It reads every key, so it takes long on a large store. A server that takes or drops many blocks
+    meanwhile may name some twice.
 
     Raises:
         ConfigError: `url` names no RESP server, because Mooncake does not list its keys.
@@ -120,7 +122,7 @@ def _clients(
     nodes = Nodes(address, credentials or Credentials.find(), security or Security(), 30.0)
     clients: list[Any] = []
     try:
-        clients += [nodes.client(node) for node in nodes.all()]
+        clients += [nodes.client(node) for node in nodes.ask(math.inf).servers]
         yield clients
     except nodes.errors as error:
         why = reason(error)
@@ -133,4 +135,3 @@ def _clients(
     finally:
         for client in clients:
             client.close()
-        nodes.forget()

@@ -67,7 +67,7 @@ def ready_url(server: Server, form: str) -> str:
     [
         ("redis://127.0.0.1:{port}", "", ()),
         ("redis://127.0.0.1:{port}/1", "+select", ()),
-        ("redis+cluster://127.0.0.1:{port}", "+cluster|slots +command", CLUSTER),
+        ("redis+cluster://127.0.0.1:{port}", "+cluster|slots", CLUSTER),
     ],
 )
 def test_the_access_list_of_the_documentation_is_enough(

@@ -72,8 +72,8 @@ def test_blocks_come_back_through_tls(
             wires: list[Wire] = []
             connect = tier.nodes.connect
 
-            def connect_and_count(node: Node) -> Wire:
-                wires.append(connect(node))
+            def connect_and_count(node: Node, limit_s: float) -> Wire:
+                wires.append(connect(node, limit_s))
                 return wires[-1]
 
             monkeypatch.setattr(tier.nodes, "connect", connect_and_count)
@@ -246,14 +246,14 @@ def test_a_server_that_comes_after_the_start_is_used(
         for _ in range(6):
             assert not ended(tier.put(blocks(), range(20))).ok.any()
         assert len(caplog.records) == 1
-        assert f"the shared tier at 127.0.0.1:{port} fails" in caplog.text
+        assert f"the shared tier at 127.0.0.1:{port} takes no puts" in caplog.text
         with Server(tmp_path, "--maxmemory", "50mb", port=port):
             until_s = time.monotonic() + LONG_S
             while not ended(tier.put(blocks(), range(20))).ok.all():
                 assert time.monotonic() < until_s, "it is not tried again"
                 time.sleep(0.05)
             round_trip(tier)
-        assert "answers again" in caplog.text
+        assert "takes puts again" in caplog.text
 
 
 def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: HostArena) -> None:

@@ -2,22 +2,77 @@
 
 - Independent servers: each key has one, chosen by rendezvous hashing (Thaler and Ravishankar,
   1998). So a server that is added or removed moves only its own part of the keys.
-- A cluster: redis-py asks it for its slots. They are asked again after an error.
-- Sentinel: redis-py asks for the present master. It is asked again after an error. If none answers
-  and one wants a password, all are asked again with that of the servers.
+- A cluster says which of its servers has which slots.
+- Sentinel names the present master. It may answer without a password. If none does and one wants a
+  password, all are asked again with that of the servers.
+
+A cluster or Sentinel is asked again after an error, at most once a second. The server of the URL
+that answered last is asked first. One that hangs has only its share of the time, so that the others
+are asked too.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 from kvstow._core import ConfigError
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.wire import Wire
+from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command
+
+# Connecting takes several round trips. A job with less time than this connects for later ones.
+_MIN_CONNECT_S: Final = 0.25
+_ASK_AGAIN_S: Final = 1.0
+_NUM_SLOTS: Final = 16384
+
+
+class NoTime(Exception):
+    """No time is left to ask a server. This says nothing of the server."""
+
+
+class NoMaster(Exception):
+    """No Sentinel has named the master."""
+
+
+def seconds_left(until_s: float) -> float:
+    """Return the seconds until a time of `time.monotonic`.
+
+    Raises:
+        NoTime: there are none.
+    """
+    left_s = until_s - time.monotonic()
+    if left_s <= 0:
+        raise NoTime("no time was left to ask it")
+    return left_s
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Topology:
+    """Which server has which key, as far as it was known at one time.
+
+    Attributes:
+        servers: all servers that have keys.
+        owner: returns the server of a key, or None for a key that no server has. Without it, the
+            one server has all.
+    """
+
+    servers: tuple[Node, ...]
+    owner: Callable[[bytes], Node | None] | None = None
+
+    def assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
+        """Return the positions of the keys that each server has."""
+        if self.owner is None:
+            return {self.servers[0]: list(range(len(keys)))}
+        assigned: dict[Node, list[int]] = {}
+        for at, owner in enumerate(map(self.owner, keys)):
+            if owner is not None:
+                assigned.setdefault(owner, []).append(at)
+        return assigned
 
 
 class Nodes:
@@ -25,7 +80,8 @@ class Nodes:
 
     Attributes:
         address: the servers.
-        errors: what redis-py raises.
+        known: what the servers of the URL said last; None before the first answer.
+        errors: what connecting and asking raise, beside `NoTime`.
     """
 
     def __init__(
@@ -51,30 +107,34 @@ class Nodes:
                 "install 'kvstow[redis]'"
             ) from error
         self._redis: Any = redis
-        # redis-py derives the errors of a cluster from no other error of its own.
-        self.errors: tuple[type[Exception], ...] = (
-            redis.RedisError,
-            redis.exceptions.RedisClusterException,
-        )
-        self.address = address
-        self._credentials = credentials
-        self._options = self._connection_options(credentials, security, timeout_s)
+        self._wants_login: Final = redis.AuthenticationError
+        self.errors: Final = (redis.RedisError, Refusal, WireError, OSError, NoMaster)
+        self.address: Final = address
+        self._timeout_s = timeout_s
+        plain = self._connection_options(security)
+        # As a provider, because redis-py's errors show the options of a connection.
+        self._options = plain | {"credential_provider": credentials}
+        # For a server of the URL. The second ones count if one of these servers wants a password.
+        self._asking_options = [self._options]
+        if address.kind == "sentinel":
+            own = plain | {"credential_provider": replace(credentials, username=None)}
+            # A password file may be empty now.
+            has_login = credentials.password is not None or credentials.password_file is not None
+            self._asking_options = [plain, own] if has_login else [plain]
+        self._sources = deque(address.nodes)
         self._lock = threading.Lock()
-        self._cluster: Any = None
-        self._master: Node | None = None
+        self._is_doubted, self._asked_s = False, 0.0
+        self.known: Topology | None = None
+        if address.kind == "servers":
+            winner = self._winner if len(address.nodes) > 1 else None
+            self.known = Topology(address.nodes, winner)
 
-    def _connection_options(
-        self, credentials: Credentials, security: Security, timeout_s: float
-    ) -> dict[str, Any]:
+    def _connection_options(self, security: Security) -> dict[str, Any]:
         redis = self._redis
         options: dict[str, Any] = {
-            "socket_timeout": timeout_s,
-            "socket_connect_timeout": timeout_s,
             # redis-py would try again for seconds, while a request waits.
             "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
             "protocol": 2,
-            # Not the password itself, because redis-py's errors show the options of a connection.
-            "credential_provider": credentials,
         }
         if self.address.is_encrypted:
             options |= {
@@ -86,40 +146,28 @@ class Nodes:
             }
         return options
 
-    def assign(self, keys: Sequence[bytes]) -> dict[Node, list[int]]:
-        """Return the positions of the keys that each server has.
-
-        Raises:
-            redis.RedisError: no server says who has them.
-        """
-        if self.address.kind == "sentinel":
-            return {self._current_master(): list(range(len(keys)))}
-        if self.address.kind == "cluster":
-            cluster = self._current_cluster()
-            found = map(cluster.get_node_from_key, keys)
-            nodes = [Node(node.host, int(node.port)) for node in found]
-        elif len(self.address.nodes) == 1:
-            return {self.address.nodes[0]: list(range(len(keys)))}
-        else:
-            nodes = [self._winner(key) for key in keys]
-        assigned: dict[Node, list[int]] = {}
-        for at, node in enumerate(nodes):
-            assigned.setdefault(node, []).append(at)
-        return assigned
-
     def _winner(self, key: bytes) -> Node:
         def score(node: Node) -> bytes:
             return hashlib.blake2b(key, digest_size=8, salt=_salt(node)).digest()
 
         return max(self.address.nodes, key=score)
 
-    def connect(self, node: Node) -> Wire:
+    # -- connections ---------------------------------------------------------------------------
+
+    def connect(self, node: Node, limit_s: float) -> Wire:
         """Return a new connection.
+
+        Args:
+            node: the server.
+            limit_s: the most seconds for each step, such as the login; 0.25 at least.
 
         Raises:
             redis.RedisError: no connection.
         """
-        redis, options = self._redis, dict(self._options, db=self.address.database)
+        return self._connect(node, limit_s, dict(self._options, db=self.address.database))
+
+    def _connect(self, node: Node, limit_s: float, options: dict[str, Any]) -> Wire:
+        redis, options = self._redis, options | self._limits(limit_s)
         if node.path:
             made: Any = redis.UnixDomainSocketConnection(path=node.path, **options)
         else:
@@ -127,85 +175,121 @@ class Nodes:
             made = kind(host=node.host, port=node.port, **options)
         return Wire(made)
 
+    def _limits(self, limit_s: float) -> dict[str, float]:
+        limit_s = min(max(limit_s, _MIN_CONNECT_S), self._timeout_s)
+        return {"socket_timeout": limit_s, "socket_connect_timeout": limit_s}
+
     def client(self, node: Node) -> Any:
         """Return a client of redis-py, for calls that may be slow."""
-        options = dict(self._options, db=self.address.database)
+        options = dict(self._options, db=self.address.database) | self._limits(self._timeout_s)
         if node.path:
             return self._redis.Redis(unix_socket_path=node.path, **options)
         ssl = self.address.is_encrypted
         return self._redis.Redis(host=node.host, port=node.port, ssl=ssl, **options)
 
-    def all(self) -> list[Node]:
-        """Return every server that has keys.
+    # -- which server has a key ----------------------------------------------------------------
+
+    def doubt(self) -> None:
+        """Let the cluster or Sentinel be asked again, as a server did not do what they said."""
+        self._is_doubted = self.address.kind != "servers"
+
+    @property
+    def must_ask(self) -> bool:
+        """Whether it is time for `ask`."""
+        is_due = self._is_doubted and time.monotonic() >= self._asked_s + _ASK_AGAIN_S
+        return self.known is None or is_due
+
+    def ask(self, until_s: float) -> Topology:
+        """Return which server has which key, from another thread if that has asked meanwhile.
 
         Raises:
-            redis.RedisError: no server says which these are.
+            redis.RedisError: no server of the URL says it; or another one of `errors`.
+            NoTime: there is no time to ask, or another thread still asks.
         """
-        if self.address.kind == "sentinel":
-            return [self._current_master()]
-        if self.address.kind == "cluster":
-            return [
-                Node(node.host, int(node.port)) for node in self._current_cluster().get_primaries()
-            ]
-        return list(self.address.nodes)
-
-    def forget(self) -> None:
-        """Ask the cluster or Sentinel again, because a server did not do what they said."""
-        with self._lock:
-            self._master = None
-            cluster, self._cluster = self._cluster, None
-        if cluster is not None:
-            cluster.close()
-
-    def _current_master(self) -> Node:
-        with self._lock:
-            if self._master is None:
-                try:
-                    self._master = self._ask_sentinel({})
-                except self._redis.sentinel.MasterNotFoundError as error:
-                    login = replace(self._credentials, username=None)
-                    if not (login.get_credentials() and "AuthenticationError" in str(error)):
-                        raise
-                    self._master = self._ask_sentinel({"credential_provider": login})
-            return self._master
-
-    def _ask_sentinel(self, login: dict[str, Any]) -> Node:
-        """Return the present master, of the first Sentinel that knows it."""
-        asked = [(node.host, node.port) for node in self.address.nodes]
-        options = login | {
-            name: value
-            for name, value in self._options.items()
-            if name in _SENTINEL_OPTIONS or name.startswith("ssl_")
-        }
-        options |= {"ssl": True} if self.address.is_encrypted else {}
-        sentinel = self._redis.Sentinel(asked, sentinel_kwargs=options)
+        until_s = min(until_s, time.monotonic() + self._timeout_s)
+        if not self._lock.acquire(timeout=seconds_left(until_s)):
+            raise NoTime("another thread still asks which server has the keys")
         try:
-            return Node(*sentinel.discover_master(self.address.service))
-        finally:
-            for client in sentinel.sentinels:
-                client.close()
-
-    def _current_cluster(self) -> Any:
-        with self._lock:
-            if self._cluster is None:
-                nodes = [
-                    self._redis.cluster.ClusterNode(node.host, node.port)
-                    for node in self.address.nodes
-                ]
-                options = (
-                    dict(self._options, ssl=True) if self.address.is_encrypted else self._options
-                )
+            if self.must_ask:
+                self._is_doubted, self._asked_s = False, time.monotonic()
                 try:
-                    self._cluster = self._redis.RedisCluster(startup_nodes=nodes, **options)
-                finally:
-                    # redis-py closes these only if they belong to a cluster that serves.
-                    for node in nodes:
-                        if node.redis_connection is not None:
-                            node.redis_connection.close()
-            return self._cluster
+                    self.known = self._ask_all(until_s)
+                except BaseException:
+                    self._is_doubted = True
+                    raise
+            assert self.known is not None
+            return self.known
+        finally:
+            self._lock.release()
 
+    def _ask_all(self, until_s: float) -> Topology:
+        """Return the answer of the first server of the URL that knows one."""
+        errors: list[tuple[Node, Exception]] = []
+        num_left = len(self._asking_options) * len(self._sources)
+        for options in self._asking_options:
+            if options is not self._asking_options[0]:
+                if not any(isinstance(error, self._wants_login) for _, error in errors):
+                    break
+                errors.clear()
+            for node in list(self._sources):
+                left_s = until_s - time.monotonic()
+                if errors and left_s <= 0:  # the next job begins with this one
+                    break
+                try:
+                    limit_s = max(left_s / num_left, _MIN_CONNECT_S)
+                    if (found := self._ask_one(node, options, limit_s)) is not None:
+                        return found
+                except self.errors as error:
+                    errors.append((node, error))
+                num_left -= 1
+                self._sources.rotate(-1)
+        for _, found_error in errors:
+            if isinstance(found_error, Refusal) or self.address.kind == "cluster":
+                raise found_error
+        why = ", ".join(f"{node} - {type(one).__name__}" for node, one in errors)
+        raise NoMaster(f"No master found for {self.address.service!r} : {why}")
 
-_SENTINEL_OPTIONS = ("socket_timeout", "socket_connect_timeout", "retry", "protocol")
+    def _ask_one(self, node: Node, options: dict[str, Any], limit_s: float) -> Topology | None:
+        """Return what one server of the URL says, or None if it knows no master."""
+        is_sentinel = self.address.kind == "sentinel"
+        words = (b"SENTINEL", b"MASTERS") if is_sentinel else (b"CLUSTER", b"SLOTS")
+        wire = self._connect(node, limit_s, options)
+        try:
+            wire.limit(time.monotonic() + limit_s)
+            wire.send([command(*words)])
+            answer: Any = wire.answer()
+        finally:
+            wire.close()
+        if isinstance(answer, Refusal):
+            raise answer
+        try:
+            return self._master(answer) if is_sentinel else self._slots(answer, node)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise WireError(f"expected a list of servers, got {str(answer)[:40]}") from error
+
+    def _master(self, answer: Any) -> Topology | None:
+        """Read the answer to SENTINEL MASTERS."""
+        for names in answer:
+            master = dict(zip(names[::2], names[1::2], strict=True))
+            flags = set(master[b"flags"].split(b","))
+            is_own = master[b"name"].decode("utf-8", "replace") == self.address.service
+            if is_own and b"master" in flags and not flags & {b"s_down", b"o_down"}:
+                return Topology((Node(master[b"ip"].decode("ascii"), int(master[b"port"])),))
+        return None
+
+    def _slots(self, answer: Any, asked: Node) -> Topology:
+        """Read the answer to CLUSTER SLOTS. A server without a name of its own is the one asked."""
+        owners: list[Node | None] = [None] * _NUM_SLOTS
+        for first, last, (host, port, *_), *_ in answer:
+            if not 0 <= first <= last < _NUM_SLOTS:
+                raise ValueError(first, last)
+            owner = Node(host.decode("ascii") if host else asked.host, int(port))
+            owners[first : last + 1] = [owner] * (last + 1 - first)
+        servers = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
+        if not servers:
+            raise WireError("the cluster has given no slot to a server: run CLUSTER ADDSLOTS")
+        key_slot = self._redis.crc.key_slot
+        return Topology(servers, lambda key: owners[key_slot(key)])
 
 
 def _salt(node: Node) -> bytes:

@@ -10,7 +10,7 @@ from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
 
 ACCESS: Final = (
     "the access list refused a command: allow the user +get +set +exists +del on the keys "
-    "kvstow:*, also +select for a database other than 0, and +cluster|slots +command for a cluster"
+    "kvstow:*, also +select for a database other than 0, and +cluster|slots for a cluster"
 )
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
 _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
@@ -28,10 +28,9 @@ _FIXES: Final = (
     ("NOPERM", ACCESS),
     ("permissions to", ACCESS),  # redis-py removes the code
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
-    ("Cluster mode is not enabled", "it belongs to no cluster: take +cluster out of the URL"),
+    ("cluster support disabled", "it belongs to no cluster: take +cluster out of the URL"),
 )
-# What redis-py says if no Sentinel names a master: the service, and why each Sentinel did not
-# answer, after a text of several hundred characters that shows the connection.
+# What `nodes` says if no Sentinel names a master: the service, and why each did not answer.
 _NO_MASTER: Final = re.compile(r"No master found for (?P<service>'[^']*')(?P<errors>.*)", re.DOTALL)
 _SENTINEL_ERROR: Final = re.compile(r" - (?:\w+:)?(\w+Error)")
 

@@ -12,44 +12,56 @@ How it could serve a wrong block, and what prevents it:
   answer, and if bytes wait that nobody asked for.
 - A server keeps a bad block for ever: a get that finds one deletes it, and a put always replaces
   what is there.
+
+A part of a job may concern several servers. All are asked, and then read in the order in which they
+answer. Those to which the thread has no connection come last, because connecting may hang.
+
+What the outcome of a call means for the connection, the list of servers and the breaker:
+
+```
+outcome                               connection  list     breaker
+all done, or blocks that are missing  stays       stays    success
+OOM, WRONGTYPE, ASK, TRYAGAIN         stays       stays    success: only some keys are refused
+MOVED                                 stays       doubted  success
+another refusal                       closed      doubted  failure
+an error, or no answer in time        closed      doubted  failure
+no answer, within hardly any time     closed      stays    -
+no time to ask                        stays       stays    -
+```
 """
 
 from __future__ import annotations
 
-import logging
-import threading
+import select
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import Final, TypeVar
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from kvstow._core import TransferError
 from kvstow.arguments import checked_int
-from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
-from kvstow.tiers.resp.nodes import Nodes
+from kvstow.tiers.resp.health import Health, warn_of_policy
+from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
 from kvstow.tiers.resp.reasons import reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
 
-logger = logging.getLogger(__name__)
-
 # A server that had less time to answer has not failed.
 _FAIR_S: Final = 0.02
-# Answers of a server that no longer has the key, and of one that is full.
-_MOVED: Final = frozenset({"MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "READONLY"})
-_FULL: Final = frozenset({"OOM"})
-
-_T = TypeVar("_T")
+# Refusals that concern single keys, or new blocks of a server that is full.
+_OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
+_MAX_WAIT_S: Final = 86400.0
 
 
 class RespTier(QueuedTier):
     """Blocks on RESP servers: Redis, Valkey, or another one with SET, GET, EXISTS and DEL.
 
     An answer never takes longer than its deadline. A server that fails several times in a row is
-    left alone for a while (`Breaker`), and all of its blocks are misses.
+    left alone for a while (`Health`), and all of its blocks are misses. If it fails only puts, its
+    blocks are still read.
     """
 
     def __init__(  # noqa: PLR0913 - options, each with a default
@@ -96,9 +108,7 @@ class RespTier(QueuedTier):
         self.nodes: Final = Nodes(
             self.address, credentials or Credentials.find(), security or Security(), self.timeout_s
         )
-        self._breakers: dict[Node | None, Breaker] = {}
-        self._breakers_lock = threading.Lock()
-        self._seen: set[Node] = set()
+        self.health: Final = Health(self.address)
         self.start()
 
     @property
@@ -106,36 +116,42 @@ class RespTier(QueuedTier):
         """All host slots, one a row."""
         return self._rows
 
-    def breaker(self, node: Node | None) -> Breaker:
-        """Return the breaker of a server. None stands for the question which server has a key."""
-        with self._breakers_lock:
-            return self._breakers.setdefault(node, Breaker())
-
-    def is_new(self, node: Node) -> bool:
-        """Return whether this is the first question about a server."""
-        with self._breakers_lock:
-            is_new = node not in self._seen
-            self._seen.add(node)
-        return is_new
-
-    def close(self) -> None:
-        """Carry out every job, each up to its deadline, and stop."""
-        if self._is_forked:  # another thread of the parent may hold the lock of the nodes
-            return
-        super().close()
-        self.nodes.forget()
-
     def _worker(self) -> Worker:
         return _Connections(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """What a part of a job asks of one server.
+
+    Attributes:
+        node: the server.
+        part: its blocks, and what the server has said of them.
+        until_s: when the job ends.
+        is_put: whether it is a put.
+        num_left: servers that have yet to be asked, this one included.
+        begin_s: when the server was asked, or was found to answer.
+        error: why the call failed.
+    """
+
+    node: Node
+    part: Part
+    until_s: float
+    is_put: bool
+    num_left: int = 1
+    begin_s: float = 0.0
+    error: TransferError | None = None
+    steps: Generator[None] = field(init=False)
 
 
 class _Connections:
     """One thread's connections, one to each server."""
 
     def __init__(self, tier: RespTier) -> None:
+        """Connect to nothing yet."""
         self._tier = tier
         self._wires: dict[Node, Wire] = {}
-        self._failures: tuple[type[Exception], ...] = (WireError, OSError, *tier.nodes.errors)
+        self._topology: Topology | None = None
 
     def hand_over(self, _: Callable[[], None]) -> bool:
         """Return False, because a thread is good for any number of parts."""
@@ -143,115 +159,199 @@ class _Connections:
 
     def close(self) -> None:
         """Close all connections."""
-        for wire in self._wires.values():
-            wire.close()
-        self._wires.clear()
+        for node in list(self._wires):
+            self._drop(node)
 
     def carry_out(self, job: Job, part: range) -> None:
         """Ask each server for the blocks that it has."""
-        blocks, key = job.blocks, job.namespace.key
+        tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        assigned = self._attempt(None, job, lambda: self._tier.nodes.assign(keys))
-        first = None
-        for node, places in assigned.items():
-            positions = [part[at] for at in places]
-            own = Part(
-                positions,
-                [keys[at] for at in places],
-                [int(blocks.groups[at]) for at in positions],
-                [blocks.hashes[at] for at in positions],
-                [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
-            )
-            try:
-                self._attempt(node, job, partial(self._ask, node, job, own))
-            except TransferError as error:
-                first = first or error
-        if first is not None:
-            raise first
-
-    def _ask(self, node: Node, job: Job, part: Part) -> None:
-        """Ask one server, and note its answers."""
-        tier = self._tier
-        if node in self._wires and not self._wires[node].is_idle:
-            self._wires.pop(node).close()
-        if node not in self._wires:
-            self._wires[node] = tier.nodes.connect(node)
-        wire = self._wires[node]
-        wire.limit(min(job.until_s, time.monotonic() + tier.timeout_s))
-        num_wrong, memory = 0, Memory(tier.rows, tier.sums)
+        assigned = self._current_topology(job).assign(keys)
+        calls = [
+            self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
+            for node, places in assigned.items()
+        ]
         try:
-            if job.operation == "put" and tier.is_new(node):
-                _warn_of_policy(node, *memory_policy(wire), has_ttl=bool(tier.set_options))
-            if job.operation == "put":
-                ok, refusal = put(wire, part, memory, job.namespace, tier.set_options)
-            elif job.operation == "get":
-                ok, refusal, num_wrong = get(wire, part, memory, job.namespace)
-            elif job.operation == "contains":
-                ok, refusal = contains(wire, part)
-            else:
-                ok, refusal = delete(wire, part)
-        except BaseException:
-            self._wires.pop(node).close()
-            raise
-        job.ok[part.positions] = ok
-        if num_wrong:
-            tier.count_wrong(num_wrong)
-        if refusal is not None:
-            raise refusal
+            connected = [call for call in calls if call.node in self._wires]
+            self._ask(connected)
+            self._ask([call for call in calls if call not in connected])
+        finally:
+            for call in calls:
+                call.steps.close()  # no step writes to the job once it has ended
+        errors = [call.error for call in calls if call.error is not None]
+        if num_lost := len(keys) - sum(map(len, assigned.values())):
+            tier.nodes.doubt()
+            why = f"no server of the cluster at {tier.address} has the slots of {num_lost} blocks"
+            errors.append(TransferError(why))
+        if errors:
+            raise errors[0]
 
-    def _attempt(self, node: Node | None, job: Job, call: Callable[[], _T]) -> _T:
-        """Return what `call` returns, unless the breaker of this server is open.
+    # -- which servers are asked ---------------------------------------------------------------
+
+    def _current_topology(self, job: Job) -> Topology:
+        """Return which server has which key, and let go of servers that have none any more.
 
         Raises:
-            TransferError: the breaker is open, it is too late, or the call failed.
+            TransferError: no server has said it yet.
         """
-        breaker, begin_s = self._tier.breaker(node), time.monotonic()
-        name = self._tier.address if node is None else node
-        if not breaker.may_try():
-            raise TransferError(f"{name} has failed and is left alone for a while")
+        nodes = self._tier.nodes
+        topology = self._asked_topology(job) if nodes.must_ask else nodes.known
+        assert topology is not None
+        if topology is not self._topology:
+            self._topology = topology
+            self._tier.health.keep(topology.servers)
+            for node in self._wires.keys() - set(topology.servers):
+                self._drop(node)
+        return topology
+
+    def _asked_topology(self, job: Job) -> Topology:
+        """Ask which server has which key. Return what was known before if no server says it."""
+        address, nodes, health = self._tier.address, self._tier.nodes, self._tier.health
         try:
-            result = call()
+            if not health.may_ask(None):
+                raise TransferError(f"{address} has failed and is left alone for a while")
+            try:
+                topology = nodes.ask(job.until_s)
+            except NoTime as error:
+                raise TransferError(f"{address}: {error}") from error
+            except nodes.errors as error:
+                health.failed(error, None)
+                raise TransferError(f"{address}: {reason(error)}") from error
+        except TransferError:
+            if nodes.known is None:
+                raise
+            return nodes.known
+        health.succeeded(None)
+        return topology
+
+    # -- one call to one server ------------------------------------------------------------------
+
+    def _call(self, job: Job, node: Node, positions: list[int], keys: list[bytes]) -> _Call:
+        part = Part(
+            positions,
+            keys,
+            [int(job.blocks.groups[at]) for at in positions],
+            [job.blocks.hashes[at] for at in positions],
+            [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
+        )
+        is_put = job.operation == "put"
+        call = _Call(node, part, job.until_s, is_put)
+        call.steps = self._steps(job, call)
+        return call
+
+    def _ask(self, calls: Sequence[_Call]) -> None:
+        """Send to each server, and then read what each says."""
+        waiting: list[_Call] = []
+        for at, call in enumerate(calls):
+            call.num_left = len(calls) - at
+            if self._step(call):
+                waiting.append(call)
+        for call in self._as_they_answer(waiting):
+            self._step(call)
+
+    def _as_they_answer(self, calls: list[_Call]) -> Iterator[_Call]:
+        """Yield the calls whose server has begun to answer, and at the end the others."""
+        if len(calls) == 1:
+            yield from calls
+            return
+        poll, waiting = select.poll(), {self._wires[call.node].fileno(): call for call in calls}
+        for number in waiting:
+            poll.register(number, select.POLLIN)
+        while waiting:
+            left_s = max(0.0, calls[0].until_s - time.monotonic())
+            ready = poll.poll(1000 * min(left_s, self._tier.timeout_s, _MAX_WAIT_S))
+            for number, _ in ready:
+                poll.unregister(number)
+                self._begin(waiting[number])  # the time that others took is not its own
+                yield waiting.pop(number)
+            if not ready:
+                yield from waiting.values()
+                return
+
+    def _steps(self, job: Job, call: _Call) -> Generator[None]:
+        """Send the commands, pause, and note the answers in the job."""
+        tier, node, part = self._tier, call.node, call.part
+        if not tier.health.may_ask(node, is_put=call.is_put):
+            raise TransferError(f"{node} has failed and is left alone for a while")
+        wire = self._wire(call)
+        seconds_left(job.until_s)
+        self._begin(call)
+        memory = Memory(tier.rows, tier.sums)
+        try:
+            if call.is_put:
+                options = tier.set_options
+                if tier.health.is_new(node):
+                    warn_of_policy(node, *memory_policy(wire), has_ttl=bool(options))
+                yield from put(wire, part, memory, job.namespace, options)
+            elif job.operation == "get":
+                yield from get(wire, part, memory, job.namespace)
+            elif job.operation == "contains":
+                yield from contains(wire, part)
+            else:
+                yield from delete(wire, part)
+        except BaseException:
+            self._drop(node)
+            raise
+        finally:
+            job.ok[part.positions] = part.ok
+            if part.num_wrong:
+                tier.count_wrong(part.num_wrong)
+        if part.refusal is not None:
+            raise part.refusal
+
+    def _begin(self, call: _Call) -> None:
+        """Let a server have its time from now on."""
+        call.begin_s = time.monotonic()
+        self._wires[call.node].limit(min(call.until_s, call.begin_s + self._tier.timeout_s))
+
+    def _wire(self, call: _Call) -> Wire:
+        """Return a connection to a server."""
+        node, nodes = call.node, self._tier.nodes
+        if node in self._wires and not self._wires[node].is_idle:
+            self._drop(node)
+            nodes.doubt()  # a server that is no master any more closes its connections
+        if node not in self._wires:
+            limit_s = seconds_left(call.until_s) / call.num_left
+            self._wires[node] = nodes.connect(node, limit_s)
+        return self._wires[node]
+
+    def _drop(self, node: Node) -> None:
+        """Close the connection to a server."""
+        if (wire := self._wires.pop(node, None)) is not None:
+            wire.close()
+
+    def _step(self, call: _Call) -> bool:
+        """Take the next step of a call. Return whether the server has to answer now."""
+        try:
+            next(call.steps)
+        except StopIteration:
+            self._succeeded(call)
+        except TransferError as error:
+            call.error = error
+        except NoTime as error:
+            call.error = TransferError(f"{call.node}: {error}")
         except Refusal as refusal:
-            if refusal.code in _MOVED:
-                self._tier.nodes.forget()
-            elif refusal.code not in _FULL:
-                _failed(breaker, name, refusal)
-            raise TransferError(f"{name} refused: {reason(refusal)}") from refusal
-        except self._failures as error:
-            self._tier.nodes.forget()
+            if refusal.code == "MOVED":
+                self._tier.nodes.doubt()
+            if refusal.code in _OF_KEYS:
+                self._succeeded(call)
+            else:
+                self._failed(call, refusal)
+            call.error = TransferError(f"{call.node} refused: {reason(refusal)}")
+        except self._tier.nodes.errors as error:
             # An answer that had hardly any time says nothing of the server.
-            if not isinstance(error, WireError) or job.until_s - begin_s >= _FAIR_S:
-                _failed(breaker, name, error)
-            raise TransferError(f"{name}: {reason(error)}") from error
-        if breaker.succeeded():
-            logger.warning("kvstow: the shared tier at %s answers again", name)
-        return result
+            if not isinstance(error, WireError) or call.until_s - call.begin_s >= _FAIR_S:
+                self._failed(call, error)
+            call.error = TransferError(f"{call.node}: {reason(error)}")
+            call.error.__cause__ = error
+        else:
+            return True
+        return False
 
+    def _failed(self, call: _Call, error: Exception) -> None:
+        self._drop(call.node)
+        self._tier.nodes.doubt()
+        self._tier.health.failed(error, call.node, is_put=call.is_put)
 
-def _failed(breaker: Breaker, name: object, error: Exception) -> None:
-    if breaker.failed():
-        logger.warning(
-            "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a "
-            "time, and its blocks are recomputed",
-            name,
-            reason(error),
-        )
-
-
-def _warn_of_policy(node: Node, policy: str, max_bytes: int, *, has_ttl: bool) -> None:
-    """Warn of a server that does not make room for new blocks, or that has no bound."""
-    # The policies volatile-* drop only what expires.
-    keeps_all = policy == "noeviction" or (policy.startswith("volatile-") and not has_ttl)
-    if keeps_all and max_bytes:
-        logger.warning(
-            "kvstow: the server at %s has maxmemory-policy %s: once it is full, it refuses new "
-            "blocks. Set maxmemory-policy allkeys-lru",
-            node,
-            policy,
-        )
-    elif policy and not max_bytes:
-        logger.warning(
-            "kvstow: the server at %s has maxmemory 0, so it grows until the machine has no memory "
-            "left. Set maxmemory, and maxmemory-policy allkeys-lru",
-            node,
-        )
+    def _succeeded(self, call: _Call) -> None:
+        self._tier.health.succeeded(call.node, is_put=call.is_put)

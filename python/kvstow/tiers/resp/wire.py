@@ -19,12 +19,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | memoryview
+Answer: TypeAlias = "bytes | int | list[Answer] | Refusal | None"
 
 _AHEAD_BYTES: Final = 64 << 10
 # The line of a value, and the header of a block. More of a value would have to be copied.
 _VALUE_AHEAD_BYTES: Final = 128
 _MAX_LINE_BYTES: Final = 4 << 10
 _MAX_SIZE_DIGITS: Final = 19
+# No list of servers is longer, or has more lists in one another.
+_MAX_ANSWER_BYTES: Final = 1 << 20
+_MAX_DEPTH: Final = 6
 # Linux takes 1,024 parts in one call.
 _MAX_PARTS: Final = 1024
 # Parts that are made while others are sent are still in the processor's caches when they are sent.
@@ -81,13 +85,18 @@ class Wire:
         self._socket.setblocking(self._is_plain)
         # By option of the socket: how long the system waits in a call.
         self._waits_s: dict[int, float] = {}
-        self._ahead = memoryview(bytearray(_AHEAD_BYTES))
+        self._buffer = bytearray(_AHEAD_BYTES)
+        self._ahead = memoryview(self._buffer)
         self._begin = self._end = 0
         self._until_s = 0.0
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.disconnect()
+
+    def fileno(self) -> int:
+        """Return the number of the socket, by which the system says that an answer has come."""
+        return self._socket.fileno()
 
     @property
     def is_idle(self) -> bool:
@@ -158,12 +167,11 @@ class Wire:
     def _line(self, ahead_bytes: int = _AHEAD_BYTES) -> bytes:
         """Return the next line of an answer, without its end."""
         while True:
-            waiting = bytes(self._ahead[self._begin : self._end])
-            end = waiting.find(b"\r\n")
+            begin, end = self._begin, self._buffer.find(b"\r\n", self._begin, self._end)
             if end >= 0:
-                self._begin += end + 2
-                return waiting[:end]
-            if len(waiting) > _MAX_LINE_BYTES:
+                self._begin = end + 2
+                return bytes(self._ahead[begin:end])
+            if self._end - begin > _MAX_LINE_BYTES:
                 raise WireError("the server sent a line without an end")
             self._receive_ahead(ahead_bytes)
 
@@ -271,6 +279,31 @@ class Wire:
         if bytes(self.peek(2, _VALUE_AHEAD_BYTES)) != b"\r\n":
             raise WireError("a value is longer than the server said")
         self._begin += 2
+
+    def answer(self, depth: int = 0) -> Answer:
+        """Return an answer of any kind that is no block, such as a list of servers."""
+        line = self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return Refusal(rest)
+        is_number = rest.removeprefix(b"-").isdigit() and len(rest) <= _MAX_SIZE_DIGITS
+        num = int(rest) if is_number else 0
+        if not is_number or kind not in (b":", b"$", b"*") or depth > _MAX_DEPTH:
+            raise WireError(f"expected an answer, got {line[:40]!r}")
+        if kind == b":":
+            return num
+        if num > _MAX_ANSWER_BYTES:
+            raise WireError(f"an answer has {num} parts, expected {_MAX_ANSWER_BYTES} at most")
+        if num < 0:
+            return None
+        if kind == b"*":
+            return [self.answer(depth + 1) for _ in range(num)]
+        text = bytearray(num)
+        self.into(memoryview(text))
+        self.end_bulk()
+        return bytes(text)
 
 
 def command(*words: bytes) -> bytes:

@@ -1,0 +1,93 @@
+"""Which servers of a shared tier are left alone, and what the log says of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection
+from typing import Final
+
+from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.resp.address import Address, Node
+from kvstow.tiers.resp.reasons import reason
+
+logger = logging.getLogger(__name__)
+
+_FAILS: Final = (
+    "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a time, and "
+    "its blocks are recomputed"
+)
+_ANSWERS: Final = "kvstow: the shared tier at %s answers again"
+_TAKES_NO_PUTS: Final = (
+    "kvstow: the shared tier at %s takes no puts (%s). It gets none for some seconds at a time, "
+    "and lacks their blocks"
+)
+_TAKES_PUTS: Final = "kvstow: the shared tier at %s takes puts again"
+
+
+class Health:
+    """A breaker for each server's puts, and one for all other calls. Any thread may use it.
+
+    A server may refuse puts for long and still answer, for example as a replica. The node None
+    stands for the question which server has a key.
+    """
+
+    def __init__(self, address: Address) -> None:
+        """Take all servers for well."""
+        self._address = address
+        self._breakers: dict[tuple[Node | None, bool], Breaker] = {}
+        self._known: set[Node] = set()
+        self._lock = threading.Lock()
+
+    def _breaker(self, node: Node | None, is_put: bool) -> Breaker:
+        with self._lock:
+            return self._breakers.setdefault((node, is_put), Breaker())
+
+    def may_ask(self, node: Node | None, *, is_put: bool = False) -> bool:
+        """Return whether a server may be asked now."""
+        return self._breaker(node, is_put).may_try()
+
+    def failed(self, error: Exception, node: Node | None, *, is_put: bool = False) -> None:
+        """Note that a server has failed."""
+        if self._breaker(node, is_put).failed():
+            text = _TAKES_NO_PUTS if is_put else _FAILS
+            logger.warning(text, node or self._address, reason(error))
+
+    def succeeded(self, node: Node | None, *, is_put: bool = False) -> None:
+        """Note that a server has answered."""
+        if self._breaker(node, is_put).succeeded():
+            logger.warning(_TAKES_PUTS if is_put else _ANSWERS, node or self._address)
+
+    def is_new(self, node: Node) -> bool:
+        """Return whether this is the first question about a server."""
+        with self._lock:
+            is_new = node not in self._known
+            self._known.add(node)
+        return is_new
+
+    def keep(self, servers: Collection[Node]) -> None:
+        """Forget all servers but these, because the others have no keys any more."""
+        with self._lock:
+            self._known.intersection_update(servers)
+            for node, is_put in list(self._breakers):
+                if node is not None and node not in servers:
+                    del self._breakers[node, is_put]
+
+
+def warn_of_policy(node: Node, policy: str, max_bytes: int, *, has_ttl: bool) -> None:
+    """Warn of a server that does not make room for new blocks, or that has no bound."""
+    # The policies volatile-* drop only what expires.
+    keeps_all = policy == "noeviction" or (policy.startswith("volatile-") and not has_ttl)
+    if keeps_all and max_bytes:
+        logger.warning(
+            "kvstow: the server at %s has maxmemory-policy %s: once it is full, it refuses new "
+            "blocks. Set maxmemory-policy allkeys-lru",
+            node,
+            policy,
+        )
+    elif policy and not max_bytes:
+        logger.warning(
+            "kvstow: the server at %s has maxmemory 0, so it grows until the machine has no memory "
+            "left. Set maxmemory, and maxmemory-policy allkeys-lru",
+            node,
+        )

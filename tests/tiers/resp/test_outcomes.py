@@ -1,0 +1,266 @@
+"""What errors, refusals and slow answers of one server mean for connections and for later calls."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.tiers.resp.simulated import Simulated, Words, refuses
+from tests.tiers.resp.small import BLOCKS, LONG_S, ended, get, key_of, opened, put
+
+from kvstow.tiers import breaker
+from kvstow.tiers.framed import Namespace
+from kvstow.tiers.resp import commands
+from kvstow.tiers.resp import tier as resp_tier
+from kvstow.transfer import HostArena
+
+
+@pytest.fixture
+def server() -> Iterator[Simulated]:
+    with Simulated() as server:
+        yield server
+
+
+def test_a_connection_that_comes_after_the_deadline_serves_the_next_call(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise no call is ever answered: connecting takes longer than each of them may."""
+
+    def slowly(words: Words, _: socket.socket) -> None:
+        if words[0] == b"CLIENT":
+            time.sleep(0.1)
+
+    server.override = slowly
+    with opened(small_arena, server.url) as tier:
+        assert ended(tier.contains(BLOCKS, deadline=time.monotonic() + 0.05)).is_late
+        assert ended(tier.contains(BLOCKS)).error is None
+        assert server.num_connections == 1
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("code", [b"NOREPLICAS", b"MISCONF", b"READONLY", b"NOPERM"])
+def test_a_server_that_refuses_puts_serves_reads(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture, code: bytes
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        server.override = refuses([b"SET"], code + b" no writes now")
+        for _ in range(3):
+            assert not put(tier).ok.any()
+            assert get(tier).ok.all()
+        assert "left alone" in str(put(tier).error)
+        assert get(tier).ok.all()
+    (record,) = caplog.records
+    assert "takes no puts (" in record.getMessage()
+
+
+def test_the_log_says_when_a_server_takes_puts_again(
+    small_arena: HostArena,
+    server: Simulated,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
+    server.override = refuses([b"SET"], b"READONLY a replica")
+    with opened(small_arena, server.url) as tier:
+        for _ in range(3):
+            assert not put(tier).ok.any()
+        server.override = refuses([], b"")
+        time.sleep(0.02)
+        assert put(tier).ok.all()
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "takes puts again" in caplog.records[1].getMessage()
+
+
+@pytest.mark.parametrize("code", [b"OOM", b"WRONGTYPE", b"ASK", b"TRYAGAIN", b"MOVED"])
+def test_a_server_that_refuses_single_keys_is_not_left_alone(
+    small_arena: HostArena,
+    server: Simulated,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    code: bytes,
+) -> None:
+    """Such a refusal also ends the pause of a server that failed before."""
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
+    with opened(small_arena, server.url) as tier:
+        server.override = lambda words, _: b"" if words[0] == b"SET" else None
+        for _ in range(3):
+            assert not put(tier).ok.any()
+        assert "takes no puts" in caplog.text
+        server.override = refuses([b"SET"], code + b" 1 here:1")
+        num_before = server.num_connections
+        time.sleep(0.02)
+        for _ in range(5):
+            ticket = put(tier)
+            assert f"refused: {code.decode()}" in str(ticket.error)
+        assert server.num_connections == num_before + 1, "the connection is still good"
+
+
+@pytest.mark.parametrize("code", [b"NOAUTH", b"READONLY", b"MASTERDOWN", b"LOADING"])
+def test_another_refusal_renews_the_connection(
+    small_arena: HostArena, server: Simulated, code: bytes
+) -> None:
+    """The name of the server may lead to another one now, or the login counts no more."""
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        [old] = server.open
+
+        def refused_on_old(words: Words, connection: socket.socket) -> bytes | None:
+            return b"-%s\r\n" % code if connection is old and words[0] == b"SET" else None
+
+        server.override = refused_on_old
+        assert not put(tier).ok.any()
+        assert put(tier).ok.all()
+        assert server.num_connections == 2
+
+
+@pytest.mark.parametrize("are_compared", [True, False])
+def test_blocks_that_were_proven_before_a_cut_count(
+    small_arena: HostArena,
+    server: Simulated,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    are_compared: bool,
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        value = server.values[key_of(3)]
+        server.values[key_of(3)] = value[:-1] + bytes([value[-1] ^ 1])
+        if not are_compared:  # the control: a wrong block counts, too
+            monkeypatch.setattr(Namespace, "checksum", lambda *_: 0)
+            monkeypatch.setattr(
+                "kvstow.tiers.resp.commands.row_digests",
+                lambda _, ids: np.zeros(len(ids), np.uint64),
+            )
+        before = server.asked[b"GET"]
+        server.override = lambda *_: b"" if server.asked[b"GET"] == before + 11 else None
+        ticket = get(tier)
+        assert "closed the connection" in str(ticket.error)
+        expected = [number < 10 and (number != 3 or not are_compared) for number in range(16)]
+        assert ticket.ok.tolist() == expected
+        are_equal = (small_arena.slots[16:26] == small_arena.slots[:10]).all(axis=1)
+        assert are_equal[ticket.ok[:10]].all() == are_compared
+        assert tier.stats().mismatched_blocks == are_compared
+
+
+def test_a_cut_while_wrong_blocks_are_deleted_loses_no_other_block(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        server.values[key_of(3)] = b"short"
+        server.override = lambda words, _: b"" if words[0] == b"DEL" else None
+        assert get(tier).ok.tolist() == [number != 3 for number in range(16)]
+        assert tier.stats().mismatched_blocks == 1
+
+
+def test_blocks_that_were_kept_before_a_cut_count(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        server.override = lambda *_: b"" if server.asked[b"SET"] == 6 else None
+        ticket = put(tier)
+        assert ticket.ok.tolist() == [number < 5 for number in range(16)]
+        assert len(server.values) == 5
+
+
+# -- several servers ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(server: Simulated) -> Iterator[tuple[Simulated, Simulated]]:
+    with Simulated() as other:
+        yield server, other
+
+
+def url_of(pair: tuple[Simulated, Simulated]) -> str:
+    return ",".join(server.url for server in pair)
+
+
+@pytest.mark.parametrize("command", [b"EXISTS", b"GET", b"SET"])
+def test_servers_are_asked_at_once(
+    small_arena: HostArena, pair: tuple[Simulated, Simulated], command: bytes
+) -> None:
+    """Each answers only once the other has been asked too."""
+    both = threading.Barrier(2, timeout=LONG_S / 2)
+    with opened(small_arena, url_of(pair)) as tier:
+        assert put(tier).ok.all()
+        for server in pair:
+            assert server.values, "each server has a part of the keys"
+            before = server.asked[command]
+
+            def meet(
+                words: Words, _: socket.socket, server: Simulated = server, before: int = before
+            ) -> None:
+                if words[0] == command and server.asked[command] == before + 1:
+                    both.wait()
+
+            server.override = meet
+        calls = {b"EXISTS": lambda: ended(tier.contains(BLOCKS)), b"GET": lambda: get(tier)}
+        ticket = calls.get(command, lambda: put(tier))()
+        assert ticket.ok.all(), ticket.error
+    assert (small_arena.slots[16:] == small_arena.slots[:16]).all() == (command == b"GET")
+
+
+def test_a_server_that_hangs_costs_the_other_no_connection(
+    small_arena: HostArena, pair: tuple[Simulated, Simulated]
+) -> None:
+    with opened(small_arena, url_of(pair)) as tier:
+        assert put(tier).ok.all()
+        assert ended(tier.contains(BLOCKS)).ok.all()
+        # The one that is asked first.
+        hung, other = sorted(pair, key=lambda server: key_of(0) not in server.values)
+        num_others, num_before = len(other.values), other.num_connections
+        release, num_tried = threading.Event(), [0]
+
+        def wait(*_: object) -> None:
+            release.wait(LONG_S)
+
+        def note(*_: object) -> None:
+            num_tried[0] = hung.num_connections
+
+        hung.override, other.override = wait, note
+        for num_asked in range(2, 5):
+            num_tried_before = hung.num_connections
+            ended(tier.contains(BLOCKS, deadline=time.monotonic() + 0.3))
+            assert other.asked[b"EXISTS"] == num_asked * num_others
+            assert num_tried[0] == num_tried_before, "it answers before the other is tried again"
+        ticket = ended(tier.contains(BLOCKS, deadline=time.monotonic() + 0.3))
+        assert "left alone" in str(ticket.error)
+        assert ticket.ok.sum() == num_others
+        assert other.num_connections == num_before
+        release.set()
+
+
+def test_an_unexpected_error_leaves_no_answer_for_the_next_call(
+    small_arena: HostArena,
+    pair: tuple[Simulated, Simulated],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One server has been asked already, and answers while nobody reads."""
+    with opened(small_arena, url_of(pair)) as tier:
+        assert put(tier).ok.all()
+        real, num_calls = commands.get, 0
+
+        def fails_second(*given: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            if num_calls == 2:
+                raise RuntimeError("a defect")
+            return real(*given)
+
+        monkeypatch.setattr(resp_tier, "get", fails_second)
+        ticket = get(tier)
+        assert "the shared tier failed" in str(ticket.error)
+        assert not ticket.ok.any()
+        ticket = ended(tier.get(BLOCKS, range(31, 15, -1)))
+        assert ticket.ok.all()
+        assert (small_arena.slots[31:15:-1] == small_arena.slots[:16]).all()
+    assert "please report this" in caplog.text
