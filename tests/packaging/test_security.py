@@ -26,7 +26,10 @@ def test_each_threat_names_tests_that_exist() -> None:
 def test_only_one_crate_may_have_unsafe_code() -> None:
     workspace = tomllib.loads((ROOT / "Cargo.toml").read_text())
     assert workspace["workspace"]["lints"]["rust"]["unsafe_code"] == "forbid"
-    manifests = {path: tomllib.loads(path.read_text()) for path in ROOT.glob("rust/*/Cargo.toml")}
+    manifests = {
+        path: tomllib.loads(path.read_text())
+        for path in (*ROOT.glob("rust/*/Cargo.toml"), ROOT / "benches/Cargo.toml")
+    }
     manifests[ROOT / "Cargo.toml"] = workspace
     free = [
         path.parent.name for path, one in manifests.items() if one["lints"] != {"workspace": True}
@@ -37,7 +40,7 @@ def test_only_one_crate_may_have_unsafe_code() -> None:
 def test_every_crate_comes_from_the_registry() -> None:
     packages = tomllib.loads((ROOT / "Cargo.lock").read_text())["package"]
     own = {package["name"] for package in packages if "source" not in package}
-    assert own == {"kvstow-core", "kvstow-bindings", "kvstow-copy"}
+    assert own == {"kvstow-benches", "kvstow-bindings", "kvstow-copy", "kvstow-core"}
     for package in packages:
         if package["name"] not in own:
             assert package["source"] == REGISTRY and package["checksum"], package["name"]

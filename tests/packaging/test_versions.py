@@ -30,7 +30,7 @@ def said(pattern: str) -> Iterator[tuple[str, str]]:
 def test_every_part_has_the_version_of_the_workspace() -> None:
     assert kvstow.__version__ == importlib.metadata.version("kvstow") == CARGO["version"]
     assert "version" in PROJECT["dynamic"]
-    for folder in (".", "rust/bindings", "rust/copy"):
+    for folder in (".", "benches", "rust/bindings", "rust/copy"):
         package = tomllib.loads((ROOT / folder / "Cargo.toml").read_text())["package"]
         assert package["version"] == {"workspace": True}
 

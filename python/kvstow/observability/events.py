@@ -116,7 +116,7 @@ class EventFile(Closing):
         self._finalizer = weakref.finalize(self, _close, descriptor)
         close_in_children(self)
         # A writer that was killed may have left the beginning of a line.
-        self._before = b"\n" if _ends_within_a_line(self.path, descriptor) else b""
+        self._before = b"\n" if _ends_within_a_line(self.path) else b""
 
     def write(self, events: Sequence[BlockEvent | TransferEvent]) -> None:
         """Append these events, and pass them to the operating system. Once a step is enough.
@@ -194,8 +194,8 @@ def open_to_append(path: str | os.PathLike[str]) -> int:
     return descriptor
 
 
-def _ends_within_a_line(path: str, descriptor: int) -> bool:
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+def _ends_within_a_line(path: str) -> bool:
+    if not os.path.isfile(path):
         return False
     try:
         with open(path, "rb") as file:
