@@ -44,8 +44,8 @@ def info(output: Output, place: str, **store: Any) -> int:
     PLACE is the path of the slot file, or the URL of RESP servers. The command reads every key of
     these servers, which takes long for a large store.
 
-    The exit status is 0, or 1 if the file is damaged, 2 for bad usage, a missing file or another kind
-    of file, and 74 if it cannot be read, or if a server does not answer.
+    The exit status is 0, or 1 if the file is damaged, 2 for bad usage, a missing file or another
+    kind of file, and 74 if it cannot be read, or if a server does not answer.
     """
     if is_url(place):
         return show_blocks(output, place, store)
