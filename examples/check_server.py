@@ -409,10 +409,18 @@ async def check(asked: argparse.Namespace) -> int:
         try:
             await server.read_sizes()
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-            why = str(error) or type(error).__name__
+            # aiohttp's own text of a connection that failed also has its settings of TLS.
+            cause = str(getattr(error, "os_error", error)) or type(error).__name__
+            why = (
+                f"no vLLM server answers at {asked.address} ({cause}): wait until it logs "
+                "`Application startup complete`, or pass its own address, such as http://HOST:PORT"
+            )
             if getattr(error, "status", 0) == HTTPStatus.UNAUTHORIZED:
-                why = "it asks for its API key: set VLLM_API_KEY to it, or pass --api-key"
-            print(f"{asked.address} does not answer: {why}", file=sys.stderr)
+                why = (
+                    f"the server at {asked.address} asks for an API key: set VLLM_API_KEY to it, "
+                    "or pass --api-key"
+                )
+            print(why, file=sys.stderr)
             return 2
         print(
             f"{server.model} at {asked.address}: {server.max_model_len:,} tokens at most, "

@@ -39,12 +39,14 @@ def served_model() -> str:
     try:
         return str(json.loads(fetch("/v1/models"))["data"][0]["id"])
     except (OSError, ValueError) as error:
-        if getattr(error, "code", 0) == HTTPStatus.UNAUTHORIZED:
-            sys.exit(f"the server at {ADDRESS} asks for an API key: set VLLM_API_KEY to it")
-        sys.exit(
+        why = (
             f"no vLLM server answers at {ADDRESS} ({error}): wait until it logs `Application "
             "startup complete`, or pass its own address, such as http://HOST:PORT"
         )
+        if getattr(error, "code", 0) == HTTPStatus.UNAUTHORIZED:
+            why = f"the server at {ADDRESS} asks for an API key: set VLLM_API_KEY to it"
+        print(why, file=sys.stderr)
+        sys.exit(2)
 
 
 def host_tokens() -> int:

@@ -230,7 +230,13 @@ def test_prompts_that_are_not_chunked_are_refused(capsys: pytest.CaptureFixture[
 
 def test_a_missing_server_or_events_file_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert check_server.main(["http://127.0.0.1:9", "--case", "TC1"]) == 2
-    assert "http://127.0.0.1:9 does not answer" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith("no vLLM server answers at http://127.0.0.1:9 (")
+    assert error.endswith(
+        "): wait until it logs `Application startup complete`, or pass its own "
+        "address, such as http://HOST:PORT\n"
+    )
+    assert "ssl:" not in error
     with pytest.raises(SystemExit, match="2"):
         check_server.main(["http://127.0.0.1:9", "--case", "TC4"])
     missing = "/nowhere/events.jsonl"
@@ -243,7 +249,9 @@ def test_a_server_that_asks_for_an_api_key_gets_it(
 ) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert check(Pretender("key"), "--case", "TC1") == 2
-    assert "it asks for its API key: set VLLM_API_KEY to it, or pass" in capsys.readouterr().err
+    assert (
+        " asks for an API key: set VLLM_API_KEY to it, or pass --api-key" in capsys.readouterr().err
+    )
     assert check(Pretender("key"), "--case", "TC1", "--api-key", "sesame") == 0
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     assert check(Pretender("key"), "--case", "TC1") == 0

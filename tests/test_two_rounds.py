@@ -100,7 +100,7 @@ def test_the_documents_say_that_a_server_has_no_kvstow() -> None:
 @pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
 def test_a_script_says_that_the_server_asks_for_an_api_key(name: str, given: str) -> None:
     done = run(SCRIPT.with_name(name), wanted="sesame", given=given)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.endswith(" asks for an API key: set VLLM_API_KEY to it\n")
     assert done.stderr.count("\n") == 1
 
@@ -115,7 +115,7 @@ def test_a_script_without_a_server_names_the_address(name: str) -> None:
             text=True,
             timeout=60,
         )
-        assert (done.returncode, done.stdout) == (1, "")
+        assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr.startswith(f"no vLLM server answers at {address} (")
         assert done.stderr.count("\n") == 1
 

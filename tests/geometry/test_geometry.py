@@ -293,6 +293,7 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
         ),
         ({"layer_types": ["conv"] * 4}, r"a layer is of type 'conv', and kvstow knows"),
         ({"state_size": 16}, r"no layer has attention.*: pass a model with attention"),
+        ({"model_type": "mamba2"}, r"no layer has attention.*: pass a model with attention"),
         ({"is_encoder_decoder": True}, "has an encoder.*: pass the config.json of a decoder"),
         ({"architectures": ["BertForMaskedLM"]}, "has an encoder.*: pass the config.json of a d"),
         ({"architectures": ["XLMRobertaModel"]}, "has an encoder.*: pass the config.json of a d"),

@@ -350,7 +350,7 @@ def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture
         (["--host-gib", "4,"], "'4,' is not a number of GiB"),
         (["--capacity", "5"], "--capacity has no effect on the table: pass --json"),
         (["--capacity", "5,x"], "'5,x' is not a number of blocks, such as 1000 or 1000,4000."),
-        (["--host-gib", "0.01"], "host-gib is 0.01; it must hold 1 block of 512 tokens"),
+        (["--host-gib", "0.01"], "host-gib is 0.01 GiB; it must hold 1 block of 512 tokens"),
         (["--block-size", "16"], "pass --block-size if your blocks have another size"),
         (["--tp", "3"], "tensor-parallel-size is 3; it must divide the 8 KV heads"),
         (["--limit", "0"], "limit is 0; it must be at least 1 request"),

@@ -358,7 +358,10 @@ def test_largest_size_that_may_be_given_can_be_recommended() -> None:
             {"device": 1},
             r"--device-gib is .*; it must hold 2 blocks of 16 tokens in 4,096 bytes",
         ),
-        ({"host": (0.5,)}, r"--host-gib is .*; it must hold 1 block of .*: pass 0.000004 or more"),
+        (
+            {"host": (0.5,)},
+            r"--host-gib is .*; it must hold 1 block of .*: pass 0.000004 GiB or more",
+        ),
         ({"disk": 0.5}, r"--disk-gib is .*; it must hold 1 block"),
         ({"host": (-1,)}, "it must hold 1 block"),
         ({"host": (-math.inf,)}, "--host-gib is -inf; it must hold 1 block"),
@@ -391,9 +394,9 @@ def test_size_that_the_error_names_is_taken(
 
     with pytest.raises(ConfigError) as error:
         passed(1e-9)
-    least = float(re.findall(r"pass (\S+) or more$", str(error.value))[0])
+    least = float(re.findall(r"pass (\S+) GiB or more$", str(error.value))[0])
     passed(least)
-    with pytest.raises(ConfigError, match=rf" is {least - 1e-6:.9g}; .*pass {least:.9g} or more"):
+    with pytest.raises(ConfigError, match=rf" is {least - 1e-6:.9g} GiB; .*pass {least:.9g} GiB"):
         passed(least - 1e-6)
 
 

@@ -150,6 +150,18 @@ def test_table_and_json_say_whether_the_disk_began_warm(
         assert (found["disk_warm_blocks"] > 0) is begins_warm
 
 
+def test_a_disk_of_another_model_says_what_to_remove(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["replay", "--limit", "4", "--disk", str(tmp_path / "disk"), "--disk-blocks", "20"]
+    assert main(arguments) == 0
+    capsys.readouterr()
+    assert main([*arguments, "--model", "jamba"]) == 2
+    error = capsys.readouterr().err
+    assert error.endswith("); pass another path, or remove the file and its index\n")
+    assert "on_mismatch" not in error
+
+
 @pytest.mark.parametrize("given", [{"disk": "x"}, {"disk_blocks": 5}])
 def test_disk_needs_both_its_options(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a disk tier needs both"):

@@ -1,6 +1,7 @@
 """Replays that sleep in the middle complete in the same order, and no block is corrupt."""
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -216,6 +217,8 @@ def test_the_command_sleeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert slept["moved_blocks"] > 100
     assert (slept["corrupt_blocks"], slept["finished_requests"]) == (0, 60)
     assert slept["verified_blocks"] > awake["verified_blocks"]
+    assert main([*options[:-1], "--sleep-at", "3,99999"]) == 0
+    assert re.search(r"sleeps +1 +of 2: the replay ends after [\d,]+ st", capsys.readouterr().out)
     assert main(["replay", "--sleep-at", "1,x"]) == 2
     assert "such as 10,20" in capsys.readouterr().err
     assert main(["replay", "--sleep-at", "-1"]) == 2

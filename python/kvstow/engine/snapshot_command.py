@@ -25,8 +25,8 @@ def snapshot() -> None:
 def info(output: Output, file: Path) -> int:
     """Show what FILE holds, and compare all of it with its checksums.
 
-    The exit status is 0 if FILE is sound, 1 if it is damaged or not a snapshot, 2 for bad usage,
-    and 74 if FILE cannot be read or the output cannot be written.
+    The exit status is 0 if FILE is sound, 1 if it is damaged or not a snapshot, 2 for bad usage
+    or a missing FILE, and 74 if FILE cannot be read or the output cannot be written.
     """
     facts: dict[str, object] = {"file": str(file)}
     problem: str | None

@@ -43,6 +43,8 @@ _PATTERN_LETTERS: Final = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe
 # Architectures whose tokens attend to later ones. No other field of BERT's config says so.
 _ENCODER: Final = re.compile("Bert|Roberta|Electra|Gte|Bidirectional|Encoder")
 _DECODER: Final = re.compile("ForCausalLM$|LMHeadModel$")
+# Their `config.json` may leave out `state_size`.
+_STATES_ONLY: Final = {"falcon_mamba", "mamba", "mamba2"}
 _SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
 # Fields of models whose layers differ in ways that `ModelConfig` cannot hold: a plan that ignored
 # them would be wrong by as much as ten times.
@@ -178,7 +180,7 @@ class _Fields:
             if self._fields.get(field) and not self._has_full_attention_only(field):
                 raise self._uncounted(field)
         self._check_is_decoder()
-        if self._fields.get("state_size"):  # Mamba, Mamba 2 and Falcon Mamba
+        if self._fields.get("state_size") or self._text("model_type") in _STATES_ONLY:
             raise self._without_attention()
         layers = self._layers()
         kinds = set(layers)

@@ -303,8 +303,8 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shared_unanswered_questions_total",
-        "Questions of requests that went on without an answer: it was late, or the store failed "
-        "or was left alone because it had failed.",
+        "Questions without an answer: it was late, and the request went on, or the store failed "
+        "or was left alone because it had failed. A late question that then fails counts twice.",
         {"late": "shared_late_questions", "failed": "shared_failed_questions"},
     ),
     Metric(

@@ -314,9 +314,9 @@ class _Sizes:
         num_blocks = int(max(gib, 0.0) * GIB // block_bytes)
         if num_blocks < least:
             raise ConfigError(
-                f"{name} is {gib:.9g}; it must hold {least} block{'s' if least > 1 else ''} of "
+                f"{name} is {gib:.9g} GiB; it must hold {least} block{'s' if least > 1 else ''} of "
                 f"{self.geometry.block_tokens} tokens in {block_bytes:,} bytes or more: pass "
-                f"{_least_gib(least * block_bytes)} or more"
+                f"{_least_gib(least * block_bytes)} GiB or more"
             )
         return num_blocks
 

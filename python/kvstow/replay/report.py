@@ -178,7 +178,10 @@ def _movement_rows(replay: ReplayState) -> _Rows:
     if stats["lost_events"]:
         yield "events lost", f"{stats['lost_events']:,}", f"{config.events_path} cannot be written"
     if config.sleep_at:
-        yield "sleeps", f"{figures.sleeps}", f"{figures.moved_blocks:,} blocks woke under other ids"
+        woke = f"{figures.moved_blocks:,} blocks woke under other ids"
+        if figures.sleeps < len(config.sleep_at):
+            woke = f"of {len(config.sleep_at)}: the replay ends after {figures.steps:,} steps"
+        yield "sleeps", f"{figures.sleeps}", woke
     if config.faults is not None:
         yield "faults", f"{config.faults}", "seed of the late, failing and lost copies"
 

@@ -22,7 +22,7 @@ from kvstow.replay.model import ReplayModel
 from kvstow.replay.stopwatch import Stopwatch
 from kvstow.replay.trace import Trace, TraceRequest
 from kvstow.replay.verify import Verifier
-from kvstow.tiers import SharedStore
+from kvstow.tiers import SharedStore, SlotFileMismatch
 from kvstow.transfer import BlockLayout, HostArena, Mover
 
 # The most real seconds for a call of a shared store.
@@ -74,7 +74,11 @@ class ReplayState(Closing):
                 config.device_blocks, self.model.geometries, rank, self.device
             )
         ]
-        self.kv = self._build_kv(max_blocks)
+        try:
+            self.kv = self._build_kv(max_blocks)
+        except SlotFileMismatch as error:
+            fix = "pass another path, or remove the file and its index"
+            raise SlotFileMismatch(error.why, fix) from error
         self.num_warm = self.kv.stats()["disk_resident_blocks"] if config.disk else 0
         self.arena = self.kv.arenas[0]
         block_bytes = [geometry.block_bytes for geometry in self.model.geometries]

@@ -44,8 +44,8 @@ def info(output: Output, place: str, **store: Any) -> int:
     PLACE is the path of the slot file, or the URL of RESP servers. The command reads every key of
     these servers, which takes long for a large store.
 
-    The exit status is 0, or 1 if the file is damaged, 2 for bad usage or another kind of file, and
-    74 if it cannot be read, or if a server does not answer.
+    The exit status is 0, or 1 if the file is damaged, 2 for bad usage, a missing file or another
+    kind of file, and 74 if it cannot be read, or if a server does not answer.
     """
     if is_url(place):
         return show_blocks(output, place, store)
@@ -66,7 +66,7 @@ def verify(output: Output, path: str) -> int:
     """Read every block of the slot file PATH, and compare it with its checksum.
 
     Stop the server first. The exit status is 0 if all blocks are sound, 1 if one is not, 2 for bad
-    usage or a file in use, and 74 if it cannot be opened.
+    usage, a missing file or a file in use, and 74 if it cannot be opened.
     """
     if is_url(path):
         raise ConfigError(
@@ -108,8 +108,8 @@ def reset(output: Output, place: str, fingerprint: str | None, **store: Any) -> 
     server of a slot file first. No loss of power brings the blocks back. Servers of a shared store
     may run. One of this model puts its blocks again.
 
-    The exit status is 0, or 1 if the header of the file is damaged, 2 for bad usage or a file in
-    use, and 74 if the file cannot be written or the store does not answer.
+    The exit status is 0, or 1 if the header of the file is damaged, 2 for bad usage, a missing
+    file or a file in use, and 74 if the file cannot be written or the store does not answer.
     """
     if is_url(place):
         return drop_blocks(output, place, fingerprint, store)

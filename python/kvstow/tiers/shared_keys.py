@@ -38,7 +38,7 @@ def namespace_of(fingerprint: str) -> Namespace:
     if not re.fullmatch(rf"[0-9a-f]{{{_DIGITS}}}", fingerprint):
         raise ConfigError(
             f"fingerprint is {fingerprint!r}, expected {_DIGITS} hexadecimal digits: take those "
-            "that the server logs when it starts"
+            "that `kvstow tier info URL` shows, or that the server logs when it starts"
         )
     return Namespace(bytes.fromhex(fingerprint))
 
