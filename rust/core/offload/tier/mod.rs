@@ -14,6 +14,7 @@ mod chains;
 mod policy;
 mod record;
 mod room;
+mod slot_set;
 mod slots;
 
 pub use policy::EvictionPolicy;
@@ -354,6 +355,17 @@ impl Tier {
         let Self { policy, chains, .. } = self;
         let parent = |slot| chains.parent(slot);
         with_policy!(policy, policy => policy.make_chain_recent(tail, parent, hits));
+    }
+
+    /// Makes whole chains most recent, one after the other, from each tail up to its root. None of
+    /// them is a hit. Looks at what the chains share only once.
+    pub(super) fn make_chains_recent(&mut self, tails: &[BlockId]) {
+        if let [tail] = tails {
+            return self.make_chain_recent(*tail, &NO_HITS);
+        }
+        let Self { policy, chains, .. } = self;
+        let parent = |slot| chains.parent(slot);
+        with_policy!(policy, policy => policy.make_chains_recent(tails, parent));
     }
 
     /// Drops everything. Slots in use by jobs are empty when the jobs end, pinned ones when they
