@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
+use super::slot_set::SlotSet;
+
 type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
 /// The slot of the block before; null for a root.
@@ -74,6 +76,27 @@ impl Chains {
             at = self.parent(at);
         }
         at
+    }
+
+    /// The roots above these slots, each once.
+    pub(super) fn roots(&self, slots: &[BlockId]) -> Vec<BlockId> {
+        let mut roots = Vec::new();
+        if slots.is_empty() {
+            return roots;
+        }
+        let mut visited = SlotSet::new(self.links.len());
+        for &slot in slots {
+            let mut at = slot;
+            while visited.insert(at) {
+                let parent = self.parent(at);
+                if parent.is_null() {
+                    roots.push(at);
+                    break;
+                }
+                at = parent;
+            }
+        }
+        roots
     }
 
     /// Whether `slot` is `other` or a descendant of it.

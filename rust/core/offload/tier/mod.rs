@@ -323,18 +323,27 @@ impl Tier {
     /// Drops the keys of those of `slots` that a job fills, because their content did not come. They
     /// stay in use. Their children await them.
     pub(super) fn discard(&mut self, slots: &[BlockId]) {
-        for &slot in slots {
-            let Some(key) = self.slots.key(slot).filter(|_| self.slots.is_filling(slot)) else {
-                continue;
-            };
-            let root = self.chains.root(slot);
+        let is_filling = |slot: &BlockId| self.slots.is_filling(*slot);
+        let lost: Vec<BlockId> = slots.iter().copied().filter(is_filling).collect();
+        self.cut(&lost);
+        self.slots.withdraw(&lost);
+        self.num_losses += lost.len() as u64;
+    }
+
+    /// Takes slots that still hold their keys out of their chains and out of the eviction order.
+    /// Their children await them.
+    fn cut(&mut self, lost: &[BlockId]) {
+        for root in self.chains.roots(lost) {
             with_policy!(&mut self.policy, policy => policy.split(root));
-            self.chains.abandon(slot, key);
-            let parent = self.forget(slot);
-            self.slots.withdraw(&[slot]);
-            self.retry(&[parent]);
-            self.num_losses += 1;
         }
+        let mut parents = Vec::with_capacity(lost.len());
+        for &slot in lost {
+            if let Some(key) = self.slots.key(slot) {
+                self.chains.abandon(slot, key);
+                parents.push(self.forget(slot));
+            }
+        }
+        self.retry(&parents);
     }
 
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.
@@ -412,14 +421,7 @@ impl Tier {
         lost.sort_unstable();
         lost.dedup();
         lost.retain(|&slot| self.policy.contains(slot));
-        for &slot in &lost {
-            let Some(key) = self.slots.key(slot) else { continue };
-            let root = self.chains.root(slot);
-            with_policy!(&mut self.policy, policy => policy.split(root));
-            self.chains.abandon(slot, key);
-            let parent = self.forget(slot);
-            self.retry(&[parent]);
-        }
+        self.cut(&lost);
         self.slots.pool.evict(&lost)?;
         self.num_losses += u64::from(!lost.is_empty());
         Ok(lost)

@@ -195,3 +195,19 @@ fn chains_that_become_recent_together_look_at_their_prefix_once() {
         }
     }
 }
+
+#[test]
+fn a_chain_that_proves_damaged_is_looked_at_once() {
+    const NUM_SLOTS: u16 = 4_096;
+    for policy in EvictionPolicy::ALL {
+        let mut tier = Tier::new("num_host_blocks", NUM_SLOTS.into(), policy, false).unwrap();
+        let mut slots = store(&mut tier, &hashes(0, NUM_SLOTS));
+        tier.make_chain_recent(*slots.last().unwrap(), &NO_HITS);
+        // The slot with the lowest id holds the end of the chain, as after a lazy store.
+        slots.reverse();
+        looks::take();
+        tier.cut(&slots);
+        let num_looks = looks::take();
+        assert!(num_looks <= 8 * slots.len(), "{policy:?}: {num_looks} looks at {NUM_SLOTS} slots");
+    }
+}
