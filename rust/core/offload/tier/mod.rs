@@ -31,6 +31,8 @@ use crate::key::{BlockHash, BlockKey};
 use crate::pool::{BLOCK_BYTES, MAX_BLOCKS, check_memory};
 
 use chains::Chains;
+#[cfg(test)]
+pub(super) use chains::looks;
 use policy::{AnyPolicy, Policy, with_policy};
 use room::is_unpinned_leaf;
 use slots::Slots;

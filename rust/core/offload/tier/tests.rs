@@ -3,7 +3,7 @@
 
 use crate::group::{Attention, Group};
 
-use super::chains::looks;
+use super::chains::{Chains, looks};
 use super::*;
 
 fn hashes(chain: u16, len: u16) -> Vec<BlockHash> {
@@ -210,4 +210,48 @@ fn a_chain_that_proves_damaged_is_looked_at_once() {
         let num_looks = looks::take();
         assert!(num_looks <= 8 * slots.len(), "{policy:?}: {num_looks} looks at {NUM_SLOTS} slots");
     }
+}
+
+#[test]
+fn a_slot_adopts_many_children_with_one_look_at_its_own_chain() {
+    const DEPTH: usize = 1_000;
+    const NUM_CHILDREN: usize = 10_000;
+    let slots: Vec<BlockId> = (1..).map(BlockId).take(DEPTH + NUM_CHILDREN).collect();
+    let mut chains = Chains::new(slots.len() + 1);
+    for pair in slots[..DEPTH].windows(2) {
+        chains.attach(pair[1], pair[0]);
+    }
+    let key = BlockKey { hash: BlockHash::default(), group: GroupId(0) };
+    for &child in &slots[DEPTH..] {
+        assert!(chains.await_key(child, key));
+    }
+    looks::take();
+    assert_eq!(chains.adopt(slots[DEPTH - 1], &key), slots[DEPTH..]);
+    let num_looks = looks::take();
+    assert!(num_looks <= 2 * DEPTH + NUM_CHILDREN, "{num_looks} looks at {} slots", slots.len());
+    // A root that awaits a key is never put below a slot of its own chain.
+    assert!(chains.await_key(slots[0], key));
+    assert_eq!(chains.adopt(slots[DEPTH - 1], &key), []);
+    assert!(!chains.has_loop());
+}
+
+/// A search of all that await the key, for each that leaves, would take minutes.
+#[test]
+fn slots_that_await_one_key_leave_one_by_one() {
+    let slots: Vec<BlockId> = (1..).map(BlockId).take(500_000).collect();
+    let mut chains = Chains::new(slots.len() + 1);
+    let key = BlockKey { hash: BlockHash::default(), group: GroupId(0) };
+    for &slot in &slots {
+        assert!(chains.await_key(slot, key));
+    }
+    let (gone, rest) = slots.split_at(slots.len() - 3);
+    for &slot in gone {
+        assert!(chains.leave(slot).is_null());
+    }
+    chains.check(|slot| rest.contains(&slot), |_| false).unwrap();
+    assert_eq!(chains.awaited(), rest.iter().map(|&slot| (slot, key)).collect::<Vec<_>>());
+    for &slot in rest {
+        chains.leave(slot);
+    }
+    assert!(!chains.has_awaited());
 }
