@@ -236,8 +236,8 @@ class BlockCopier:
         num_slots: slots of the arena.
 
     Raises:
-        ConfigError: an object is not such a buffer, the rows reach past their memory, a block does
-            not fit in a slot, or a region shares memory with the slots.
+        ConfigError: an object is not such a buffer, the rows reach past their memory or overlap, a
+            block does not fit in a slot, or a region shares memory with the slots.
     """
 
     def __new__(
