@@ -1469,7 +1469,7 @@ class OffloadScheduler:
             StateError: this scheduler is not new.
         """
     def hold_image(self, ledger: BlockLedger) -> Job:
-        """Reserve host slots for every block in a table of `ledger` while the device sleeps.
+        """Reserve host slots for every block that holds granted tokens, while the device sleeps.
 
         A block whose key is resident stays in that slot, which is pinned. Each other block gets a
         place that no lookup finds. The tier evicts slots for them. Lookups lose their pins.
