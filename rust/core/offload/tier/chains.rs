@@ -138,6 +138,9 @@ impl Chains {
         for child in &adopted {
             self.awaited.remove(child);
         }
+        if adopted.is_empty() {
+            return adopted;
+        }
         // In a list that is no true chain, the slot may be below one of these, which are roots. The
         // two would be parents of each other.
         let root = self.root(slot);

@@ -5,7 +5,7 @@
 //! add a policy, write a file with a [`Policy`], and an arm in each `match` below. CONTRIBUTING
 //! lists the places outside this folder.
 //!
-//! May import: error, ids, key, ledger, pool.
+//! May import: error, ids, key, ledger, pool, `slot_set`.
 
 mod ghosts;
 mod hit_density;
