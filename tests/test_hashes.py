@@ -72,7 +72,7 @@ def test_slices_are_those_of_a_list() -> None:
         assert isinstance(hashes[part], Hashes)
 
 
-@pytest.mark.parametrize("index", [3, -4, 2**62, -(2**63)])
+@pytest.mark.parametrize("index", [3, -4, 2**62, -(2**63), 2**63, -(2**64)])
 def test_index_outside_raises_index_error(index: int) -> None:
     with pytest.raises(IndexError, match=f"index {index} of 3 hashes"):
         Hashes([b"a", b"b", b"c"])[index]
@@ -81,7 +81,7 @@ def test_index_outside_raises_index_error(index: int) -> None:
 def test_index_finds_what_a_list_finds() -> None:
     plain = [b"a", b"b", b"a", b"c"]
     hashes = Hashes(plain)
-    bounds = [*range(-6, 7), sys.maxsize, -sys.maxsize - 1]
+    bounds = [*range(-6, 7), sys.maxsize, -sys.maxsize - 1, 2**64, -(2**64)]
     for value in (b"a", b"b", b"c"):
         for start in bounds:
             for stop in bounds:

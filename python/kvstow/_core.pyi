@@ -236,8 +236,8 @@ class BlockCopier:
         num_slots: slots of the arena.
 
     Raises:
-        ConfigError: an object is not such a buffer, the rows reach past their memory, a block does
-            not fit in a slot, or a region shares memory with the slots.
+        ConfigError: an object is not such a buffer, the rows reach past their memory or overlap, a
+            block does not fit in a slot, or a region shares memory with the slots.
     """
 
     def __new__(
@@ -1469,7 +1469,7 @@ class OffloadScheduler:
             StateError: this scheduler is not new.
         """
     def hold_image(self, ledger: BlockLedger) -> Job:
-        """Reserve host slots for every block in a table of `ledger` while the device sleeps.
+        """Reserve host slots for every block that holds granted tokens, while the device sleeps.
 
         A block whose key is resident stays in that slot, which is pinned. Each other block gets a
         place that no lookup finds. The tier evicts slots for them. Lookups lose their pins.

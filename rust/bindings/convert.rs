@@ -18,7 +18,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
-use crate::error::{ConfigError, StateError, to_py};
+use crate::error::{ConfigError, InvalidBlock, StateError, to_py};
 use crate::hash::native_copy;
 
 /// A count from Python: 0 or more.
@@ -238,6 +238,15 @@ pub(crate) fn counts_within(
     };
     let to_count = |count: i64| usize::try_from(count).map_err(|_| refused(count.to_string()));
     ints(obj, name, |item| refused(shown(item)))?.into_iter().map(to_count).collect()
+}
+
+/// Ids of blocks or slots from the argument `name`. The caller checks them against its own number.
+pub(crate) fn places(obj: &Bound<'_, PyAny>, name: &str) -> PyResult<Vec<usize>> {
+    let refused = |id: String| {
+        InvalidBlock::new_err(format!("{name} has {id}, which is in no pool: pass ids from 0 on"))
+    };
+    let to_place = |id: i64| usize::try_from(id).map_err(|_| refused(id.to_string()));
+    ints(obj, name, |item| refused(shown(item)))?.into_iter().map(to_place).collect()
 }
 
 /// Bools from any sequence of them, or any one-dimensional array.

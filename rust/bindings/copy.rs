@@ -7,7 +7,7 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
-use crate::convert::{Count, counts};
+use crate::convert::{Count, places};
 use crate::error::{ConfigError, InvalidBlock, StateError};
 
 /// Copies blocks between the regions of a layout and the slots of an arena.
@@ -28,8 +28,8 @@ use crate::error::{ConfigError, InvalidBlock, StateError};
 ///     num_slots: slots of the arena.
 ///
 /// Raises:
-///     ConfigError: an object is not such a buffer, the rows reach past their memory, a block does
-///         not fit in a slot, or a region shares memory with the slots.
+///     ConfigError: an object is not such a buffer, the rows reach past their memory or overlap, a
+///         block does not fit in a slot, or a region shares memory with the slots.
 #[pyclass(frozen, module = "kvstow._core")]
 pub(crate) struct BlockCopier {
     regions: Vec<Memory>,
@@ -194,7 +194,7 @@ fn pairs(
     host_slots: &Bound<'_, PyAny>,
     brief: bool,
 ) -> PyResult<(Vec<Pair>, Vec<usize>)> {
-    let (blocks, slots) = (counts(block_ids, "block_ids")?, counts(host_slots, "host_slots")?);
+    let (blocks, slots) = (places(block_ids, "block_ids")?, places(host_slots, "host_slots")?);
     if blocks.len() != slots.len() {
         return Err(ConfigError::new_err(format!(
             "{} block_ids but {} host_slots; pass one slot for each block",

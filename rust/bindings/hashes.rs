@@ -3,9 +3,11 @@
 //! It has no buffer protocol, because PyO3's `__getbuffer__` is unsafe code, which this crate
 //! forbids. `__bytes__` and `__array__` copy instead.
 
+use std::fmt::Display;
+
 use kvstow_core::key::{self, HashesBuilder, Parent};
 use numpy::{PyArray1, PyArrayMethods};
-use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::exceptions::{PyIndexError, PyOverflowError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator, PyList, PySequence, PySlice};
 
@@ -34,6 +36,22 @@ use crate::error::{ConfigError, to_py};
 pub(crate) struct Hashes {
     hashes: key::Hashes,
     block_size: Option<usize>,
+}
+
+/// An end of a slice. One that exceeds 64 bits is the nearest that does not, as in a list.
+struct SliceEnd(isize);
+
+impl<'py> FromPyObject<'_, 'py> for SliceEnd {
+    type Error = PyErr;
+
+    fn extract(obj: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        match obj.extract() {
+            Err(error) if PyErr::is_instance_of::<PyOverflowError>(&error, obj.py()) => {
+                Ok(Self(if obj.lt(0)? { isize::MIN } else { isize::MAX }))
+            }
+            extracted => extracted.map(Self),
+        }
+    }
 }
 
 impl Hashes {
@@ -72,12 +90,18 @@ impl Hashes {
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let (py, width, all) = (index.py(), self.hashes.width(), self.hashes.as_slice());
         let Ok(slice) = index.cast::<PySlice>() else {
-            let index: isize = index.extract()?;
+            let outside = |index: &dyn Display| {
+                PyIndexError::new_err(format!("index {index} of {} hashes", all.len()))
+            };
+            let index = match index.extract::<isize>() {
+                Err(error) if error.is_instance_of::<PyOverflowError>(py) => {
+                    return Err(outside(index));
+                }
+                extracted => extracted?,
+            };
             let from_end = if index < 0 { all.len() } else { 0 };
             let hash = from_end.checked_add_signed(index).and_then(|at| all.get(at));
-            let hash = hash.ok_or_else(|| {
-                PyIndexError::new_err(format!("index {index} of {} hashes", all.len()))
-            })?;
+            let hash = hash.ok_or_else(|| outside(&index))?;
             return Ok(PyBytes::new(py, width.digest(hash)).into_any());
         };
         let range = slice.indices(all.len().cast_signed())?;
@@ -106,11 +130,11 @@ impl Hashes {
 
     /// Return the first place of a hash. Raises `ValueError` if it is not there.
     #[pyo3(
-        signature = (value, start = 0, stop = isize::MAX),
+        signature = (value, start = SliceEnd(0), stop = SliceEnd(isize::MAX)),
         text_signature = "($self, value, start=0, stop=9223372036854775807)"
     )]
-    fn index(&self, value: &Bound<'_, PyAny>, start: isize, stop: isize) -> PyResult<usize> {
-        let bound = |at: isize| {
+    fn index(&self, value: &Bound<'_, PyAny>, start: SliceEnd, stop: SliceEnd) -> PyResult<usize> {
+        let bound = |SliceEnd(at): SliceEnd| {
             let at = if at < 0 {
                 self.hashes.len().saturating_add_signed(at)
             } else {

@@ -21,6 +21,17 @@ pub enum Error {
         /// Bytes of the memory.
         memory_bytes: usize,
     },
+    /// The rows of a region or an arena overlap.
+    #[error(
+        "rows of {row_bytes} bytes begin {stride} bytes apart, so each overlaps the next; pass a \
+         stride of at least {row_bytes}"
+    )]
+    ShortStride {
+        /// Bytes from the start of a row to the start of the next.
+        stride: usize,
+        /// Bytes of a row.
+        row_bytes: usize,
+    },
     /// The blocks of all regions do not fit in a slot.
     #[error(
         "a block has {block_bytes} bytes in all regions, but a slot has {slot_bytes}; build slots \
@@ -82,6 +93,10 @@ impl<'a> Rows<'a> {
             let memory_bytes = cells.len();
             return Err(Error::TooLittleMemory { num_rows, stride, row_bytes, memory_bytes });
         }
+        // A single row has no next one, and arrays of one row may have any stride.
+        if num_rows > 1 && stride < row_bytes {
+            return Err(Error::ShortStride { stride, row_bytes });
+        }
         Ok(Self { cells, count: num_rows, stride, width: row_bytes })
     }
 
@@ -119,7 +134,8 @@ impl<'a> Region<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::TooLittleMemory`] if a block reaches past the end of `cells`.
+    /// [`Error::TooLittleMemory`] if a block reaches past the end of `cells`;
+    /// [`Error::ShortStride`] if blocks overlap.
     pub fn new(
         cells: &'a [Cell<u8>],
         num_blocks: usize,
@@ -139,7 +155,8 @@ impl<'a> Slots<'a> {
     ///
     /// # Errors
     ///
-    /// [`Error::TooLittleMemory`] if a slot reaches past the end of `cells`.
+    /// [`Error::TooLittleMemory`] if a slot reaches past the end of `cells`;
+    /// [`Error::ShortStride`] if slots overlap.
     pub fn new(
         cells: &'a [Cell<u8>],
         num_slots: usize,

@@ -242,6 +242,20 @@ fn refuses_rows_that_reach_past_their_memory() {
 }
 
 #[test]
+fn refuses_rows_that_overlap() {
+    let mut bytes = noise(24, 1);
+    let memory = cells(&mut bytes);
+    for (num_rows, stride, row_bytes) in [(2, 7, 8), (3, 0, 8), (2, 0, 1)] {
+        let want = Error::ShortStride { stride, row_bytes };
+        assert_eq!(Region::new(memory, num_rows, stride, row_bytes).err(), Some(want.clone()));
+        assert_eq!(Slots::new(memory, num_rows, stride, row_bytes).err(), Some(want));
+    }
+    for (num_rows, stride, row_bytes) in [(1, 0, 8), (3, 0, 0), (3, 8, 8)] {
+        assert!(Region::new(memory, num_rows, stride, row_bytes).is_ok());
+    }
+}
+
+#[test]
 fn refuses_slots_smaller_than_a_block() {
     let mut case = small(vec![Pair { block: 0, slot: 0 }]);
     case.slots = (0, 12, 1);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use kvstow_core::error::Error;
 use kvstow_core::event::Event;
 use kvstow_core::ids::{BlockId, GroupId};
 use kvstow_core::key::HashesBuilder;
@@ -319,4 +320,29 @@ fn removals_of_two_groups_are_two_events() {
         other => panic!("{other:?}"),
     });
     assert_eq!(groups.collect::<Vec<_>>(), [(0, 1), (1, 1)]);
+}
+
+/// A comparison of all pairs would take minutes.
+#[test]
+fn one_id_that_is_named_twice_is_found_among_many() {
+    let num_blocks = 200_000;
+    let mut pool = BlockPool::new(num_blocks + 1, false).unwrap();
+    let mut ids = Vec::new();
+    pool.allocate(num_blocks, &mut ids).unwrap();
+    let (first, second) = (ids[num_blocks - 2], ids[7]);
+    ids.extend([first, second]);
+    let mut hashes = HashesBuilder::default();
+    for name in 0..=num_blocks + 1 {
+        let mut digest = [0; 32];
+        digest[..8].copy_from_slice(&name.to_le_bytes());
+        hashes.push(&digest).unwrap();
+    }
+    match pool.cache(&ids, &hashes.finish(), GroupId(0)) {
+        Err(Error::InvalidBlock { id, why }) => {
+            assert_eq!(id, first, "of several, the one whose second place comes first");
+            assert!(why.contains("named twice"), "{why}");
+        }
+        other => panic!("{other:?}"),
+    }
+    assert_eq!(pool.num_cached(), 0);
 }

@@ -149,7 +149,7 @@ impl OffloadScheduler {
         detached(py, &self.0, restore).map_err(to_py)
     }
 
-    /// Reserve host slots for every block in a table of `ledger` while the device sleeps.
+    /// Reserve host slots for every block that holds granted tokens, while the device sleeps.
     ///
     /// A block whose key is resident stays in that slot, which is pinned. Each other block gets a
     /// place that no lookup finds. The tier evicts slots for them. Lookups lose their pins.

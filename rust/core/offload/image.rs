@@ -38,8 +38,8 @@ pub(super) struct Image {
 type Place = (BlockId, usize);
 
 impl OffloadScheduler {
-    /// Reserves slots for every block in a table of `ledger`. Returns the copies to make: the tier
-    /// has the other blocks. Evicts slots, and releases what lookups hold.
+    /// Reserves slots for every block of `ledger` that holds granted tokens. Returns the copies to
+    /// make: the tier has the other blocks. Evicts slots, and releases what lookups hold.
     /// [`release_image`](Self::release_image) gives the slots back.
     ///
     /// # Errors

@@ -11,7 +11,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::ids::{BlockId, JobId};
 
-use super::tier::{Filling, NO_HITS};
+use super::tier::Filling;
 use super::{OffloadScheduler, TransferEvent};
 
 /// The copies of a store, of a load or of a sleep image: `block_ids[i]` and `host_slots[i]` are the
@@ -380,9 +380,7 @@ impl OffloadScheduler {
                 // No hits here: the policy learns of the request's own lookup, once. If groups skip
                 // blocks, this would make one group's chain more recent than all others.
                 if self.is_full_attention() {
-                    for &tail in &ranks.tails {
-                        self.host.make_chain_recent(tail, &NO_HITS);
-                    }
+                    self.host.make_chains_recent(&ranks.tails);
                 }
                 if self.disk.is_some() {
                     self.after_store(&job.slots, &ranks.tails);

@@ -34,7 +34,6 @@ impl OffloadScheduler {
             self.stop_wanting(request_id)?;
         }
         let request = self.requests.get_mut(request_id)?;
-        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
         let Hit { num_tokens: end, num_full_tokens, blocks } =
             self.slot_model.longest_hit(&self.host, &request.hashes, num_local_tokens, max_tokens);
         request.num_full_tokens = num_full_tokens;
@@ -48,11 +47,17 @@ impl OffloadScheduler {
             }
             slots.extend(table.drain(..).skip(num_null));
         }
-        if slots.iter().any(|&slot| self.host.slots.is_loading(slot)) {
+        let is_pending = slots.iter().any(|&slot| self.host.slots.is_loading(slot));
+        if !is_pending {
+            // Before the old pins end. So a slot that is found again stays pinned, and the next
+            // search for a victim need not look at it again.
+            self.host.pin(&slots)?;
+        }
+        self.host.unpin(&std::mem::take(&mut request.held).slots)?;
+        if is_pending {
             self.counters.pending_lookups += 1;
             return Ok(None);
         }
-        self.host.pin(&slots)?;
         let hit_block_size = self.model.hit_block_size();
         let num_known = request.hashes.len() * self.model.hash_block_size();
         let num_whole = max_tokens.min(num_known) / hit_block_size * hit_block_size;
@@ -351,3 +356,7 @@ fn first_repeated(block_ids: &[BlockId]) -> Option<BlockId> {
         was_named
     })
 }
+
+#[cfg(test)]
+#[path = "load_tests.rs"]
+mod tests;

@@ -101,11 +101,15 @@ impl BlockPool {
             Some(Error::InvalidBlock { id, why })
         };
         ids.iter().zip(hashes).find_map(fault).unwrap_or_else(|| {
-            let keys = || ids.iter().zip(hashes);
-            let is_twice = |(at, key): (usize, (&BlockId, &BlockHash))| {
-                keys().take(at).any(|(id, hash)| id == key.0 && hash != key.1)
+            // Sorted by id, so that equal ids are neighbours, each with its first place first.
+            let mut places: Vec<(BlockId, usize)> = ids.iter().copied().zip(0..).collect();
+            places.sort_unstable();
+            let second = |named: &[(BlockId, usize)]| {
+                let (_, first) = *named.first()?;
+                named.iter().map(|&(_, at)| at).find(|&at| hashes[at] != hashes[first])
             };
-            let twice = keys().enumerate().position(is_twice).map_or(BlockId::NULL, |at| ids[at]);
+            let at = places.chunk_by(|a, b| a.0 == b.0).filter_map(second).min();
+            let twice = at.map_or(BlockId::NULL, |at| ids[at]);
             let why = "is named twice, with two keys: publish each block once";
             Error::InvalidBlock { id: twice, why }
         })

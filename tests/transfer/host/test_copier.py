@@ -93,7 +93,9 @@ def test_sums_of_long_blocks_equal_those_of_zlib(block_bytes: int) -> None:
         ([1, 5], [0, 1], InvalidBlock, "block 5 is outside 0 to 4"),
         ([1, 2], [0, 4], InvalidBlock, "slot 4 is outside 0 to 3"),
         ([1, 2**62], [0, 1], InvalidBlock, "outside 0 to 4"),
-        ([1, -1], [0, 1], ConfigError, "-1"),
+        ([1, -1], [0, 1], InvalidBlock, "block_ids has -1"),
+        ([1, 2], [0, -1], InvalidBlock, "host_slots has -1"),
+        ([1, 2**64], [0, 1], InvalidBlock, "in no pool"),
         ([1, 2], [0], ConfigError, "2 block_ids but 1 host_slots"),
     ],
 )
@@ -129,6 +131,13 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
             memory.copier(**other)
     with pytest.raises(ConfigError, match="has 48 bytes in all regions, but a slot has 47"):
         memory.copier(slot_bytes=47)
+
+
+def test_rows_that_overlap_are_refused(memory: Memory) -> None:
+    with pytest.raises(ConfigError, match="rows of 24 bytes begin 23 bytes apart"):
+        memory.copier(regions=[(memory.tight, BLOCK_BYTES - 1, BLOCK_BYTES)])
+    with pytest.raises(ConfigError, match="rows of 50 bytes begin 49 bytes apart"):
+        memory.copier(slot_stride_bytes=SLOT_BYTES - 1)
 
 
 def test_memory_that_cannot_be_written_is_refused(memory: Memory) -> None:

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 use crate::offload::OffloadScheduler;
-use crate::offload::tier::{Filling, NO_HITS, Tier};
+use crate::offload::tier::{Filling, Tier};
 use crate::offload::transfer_event::Direction;
 
 use super::job::{TierInFlight, TierJob};
@@ -61,16 +61,15 @@ impl OffloadScheduler {
                 }
             }
         }
-        for &tail in tails {
+        let known = tails.iter().filter_map(|&tail| {
             // The disk has nothing of this store yet. A look at the block before it is enough.
             let above = |slot: &BlockId| Some(host.parent(*slot)).filter(|slot| !slot.is_null());
-            let known = successors(Some(tail), above).take(slots.len() + 1).find_map(|slot| {
+            successors(Some(tail), above).take(slots.len() + 1).find_map(|slot| {
                 host.slots.key(slot).and_then(|key| disk.tier.resident_or_filling(&key))
-            });
-            if let Some(known) = known {
-                disk.tier.make_chain_recent(known, &NO_HITS);
-            }
-        }
+            })
+        });
+        let known: Vec<BlockId> = known.collect();
+        disk.tier.make_chains_recent(&known);
     }
 
     /// Notes that a load has begun to read these slots.

@@ -14,7 +14,7 @@ use crate::ids::{BlockId, JobId};
 use crate::key::{BlockHash, BlockKey};
 use crate::offload::OffloadScheduler;
 use crate::offload::job::{JobEnd, Outcome, check_num_outcomes, reported_twice};
-use crate::offload::tier::{Filling, NO_HITS, Tier};
+use crate::offload::tier::{Filling, Tier};
 use crate::offload::transfer_event::{Direction, TransferEvent};
 
 use super::{Disk, DiskStats, places};
@@ -265,9 +265,7 @@ impl OffloadScheduler {
         let (sound, filling) = job.targets(true);
         let num_blocks = disk.tier.publish(&sound, &filling, slot_model)?;
         if is_full_attention {
-            for tail in tails(&disk.tier, &sound) {
-                disk.tier.make_chain_recent(tail, &NO_HITS);
-            }
+            disk.tier.make_chains_recent(&tails(&disk.tier, &sound));
         }
         Ok(num_blocks)
     }
@@ -296,9 +294,7 @@ impl OffloadScheduler {
         }
         if is_full_attention {
             for (tier, slots) in [(host, sound), (&mut disk.tier, of(true).collect())] {
-                for tail in tails(tier, &slots) {
-                    tier.make_chain_recent(tail, &NO_HITS);
-                }
+                tier.make_chains_recent(&tails(tier, &slots));
             }
         } else {
             // The first block of a prompt becomes the most recent.

@@ -14,6 +14,8 @@ use crate::error::{Error, Result};
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 
+use super::slot_set::SlotSet;
+
 type Map<K, V> = HashMap<K, V, BuildHasherDefault<DefaultHasher>>;
 
 /// The slot of the block before; null for a root.
@@ -24,6 +26,14 @@ const CHILD: usize = 1;
 const OLDER: usize = 2;
 const NEWER: usize = 3;
 
+/// What a root awaits.
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    key: BlockKey,
+    /// The root's place among those that await this key.
+    place: usize,
+}
+
 /// Parents and children of slots, and the slots that await a parent. 16 bytes a slot.
 #[derive(Clone, Debug)]
 pub(super) struct Chains {
@@ -31,7 +41,7 @@ pub(super) struct Chains {
     /// vector of plain integers or arrays gets its zeros from the system without a write.
     links: Vec<[u32; 4]>,
     /// Roots whose parent is not in the tier, and its key.
-    awaited: Map<BlockId, BlockKey>,
+    awaited: Map<BlockId, Awaited>,
     /// These roots by the key that they await.
     awaiting: Map<BlockKey, Vec<BlockId>>,
 }
@@ -76,13 +86,25 @@ impl Chains {
         at
     }
 
-    /// Whether `slot` is `other` or a descendant of it.
-    fn is_below(&self, slot: BlockId, other: BlockId) -> bool {
-        let mut at = slot;
-        while !at.is_null() && at != other {
-            at = self.parent(at);
+    /// The roots above these slots, each once.
+    pub(super) fn roots(&self, slots: &[BlockId]) -> Vec<BlockId> {
+        let mut roots = Vec::new();
+        if slots.is_empty() {
+            return roots;
         }
-        at == other
+        let mut visited = SlotSet::new(self.links.len());
+        for &slot in slots {
+            let mut at = slot;
+            while visited.insert(at) {
+                let parent = self.parent(at);
+                if parent.is_null() {
+                    roots.push(at);
+                    break;
+                }
+                at = parent;
+            }
+        }
+        roots
     }
 
     /// Makes a root a child of `parent`. It stays a root if that is null.
@@ -116,8 +138,13 @@ impl Chains {
         for child in &adopted {
             self.awaited.remove(child);
         }
-        // In a list that is no true chain, the two would be parents of each other.
-        adopted.retain(|&child| !self.is_below(slot, child));
+        if adopted.is_empty() {
+            return adopted;
+        }
+        // In a list that is no true chain, the slot may be below one of these, which are roots. The
+        // two would be parents of each other.
+        let root = self.root(slot);
+        adopted.retain(|&child| child != root);
         for &child in &adopted {
             self.attach(child, slot);
         }
@@ -126,16 +153,18 @@ impl Chains {
 
     /// Lets a root await its parent. Returns false if it awaits one already.
     pub(super) fn await_key(&mut self, root: BlockId, parent: BlockKey) -> bool {
-        let is_new = self.awaited.insert(root, parent).is_none();
-        if is_new {
-            self.awaiting.entry(parent).or_default().push(root);
+        if self.awaited.contains_key(&root) {
+            return false;
         }
-        is_new
+        let roots = self.awaiting.entry(parent).or_default();
+        self.awaited.insert(root, Awaited { key: parent, place: roots.len() });
+        roots.push(root);
+        true
     }
 
     /// The key that a root awaits.
     pub(super) fn awaited_by(&self, root: BlockId) -> Option<BlockKey> {
-        self.awaited.get(&root).copied()
+        self.awaited.get(&root).map(|awaited| awaited.key)
     }
 
     /// Removes a slot from its chain. Returns its parent.
@@ -151,16 +180,23 @@ impl Chains {
                 self.close_gap(slot, older, newer);
             }
         }
-        if !self.awaited.is_empty()
-            && let Some(parent) = self.awaited.remove(&slot)
-            && let Some(children) = self.awaiting.get_mut(&parent)
-        {
-            children.retain(|&child| child != slot);
-            if children.is_empty() {
-                self.awaiting.remove(&parent);
-            }
+        if !self.awaited.is_empty() {
+            self.stop_awaiting(slot);
         }
         BlockId(parent)
+    }
+
+    /// Removes a slot from those that await a parent, if it is one of them.
+    fn stop_awaiting(&mut self, slot: BlockId) {
+        let Some(Awaited { key, place }) = self.awaited.remove(&slot) else { return };
+        let Some(roots) = self.awaiting.get_mut(&key) else { return };
+        roots.swap_remove(place);
+        if let Some(moved) = roots.get(place).and_then(|moved| self.awaited.get_mut(moved)) {
+            moved.place = place;
+        }
+        if roots.is_empty() {
+            self.awaiting.remove(&key);
+        }
     }
 
     /// Links the siblings on both sides of a child that leaves.
@@ -217,7 +253,8 @@ impl Chains {
 
     /// The slots that await a parent and its key, ascending.
     pub(super) fn awaited(&self) -> Vec<(BlockId, BlockKey)> {
-        let mut awaited: Vec<_> = self.awaited.iter().map(|(&slot, &key)| (slot, key)).collect();
+        let mut awaited: Vec<_> =
+            self.awaited.iter().map(|(&slot, awaited)| (slot, awaited.key)).collect();
         awaited.sort_unstable();
         awaited
     }
@@ -279,8 +316,9 @@ impl Chains {
             return broken("children are miscounted".to_owned());
         }
         let num_awaiting: usize = self.awaiting.values().map(Vec::len).sum();
-        for (slot, parent) in &self.awaited {
-            let is_listed = self.awaiting.get(parent).is_some_and(|slots| slots.contains(slot));
+        for (slot, Awaited { key: parent, place }) in &self.awaited {
+            let slots = self.awaiting.get(parent);
+            let is_listed = slots.is_some_and(|slots| slots.get(*place) == Some(slot));
             if !is_kept(*slot) || !is_listed || !self.parent(*slot).is_null() {
                 return broken(format!(
                     "slot {slot} is listed wrongly among those that await a parent"
@@ -299,7 +337,7 @@ impl Chains {
 
 /// Number of looks at slots on this thread, for tests.
 #[cfg(test)]
-pub(super) mod looks {
+pub(in crate::offload) mod looks {
     use std::cell::Cell;
 
     thread_local!(static NUM_LOOKS: Cell<usize> = const { Cell::new(0) });

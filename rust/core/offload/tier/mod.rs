@@ -1,8 +1,8 @@
 //! One tier: which slot holds what, and which slot is evicted when a store needs room.
 //!
 //! `slots` owns the state of each slot, `chains` the parents and children, `policy` the eviction
-//! order. `room` decides which slots are evicted, `record` is the form for snapshots. A second
-//! medium gets a [`Tier`] of its own.
+//! order. `room` decides which slots are evicted, `loss` drops slots although there is room, `record`
+//! is the form for snapshots. A second medium gets a [`Tier`] of its own.
 //!
 //! May import: error, event, group, ids, key, ledger, pool.
 //!
@@ -11,9 +11,11 @@
 //! damaged loses its key and its place at once, and is empty when its last pin ends.
 
 mod chains;
+mod loss;
 mod policy;
 mod record;
 mod room;
+mod slot_set;
 mod slots;
 
 pub use policy::EvictionPolicy;
@@ -30,6 +32,8 @@ use crate::key::{BlockHash, BlockKey};
 use crate::pool::{BLOCK_BYTES, MAX_BLOCKS, check_memory};
 
 use chains::Chains;
+#[cfg(test)]
+pub(super) use chains::looks;
 use policy::{AnyPolicy, Policy, with_policy};
 use room::is_unpinned_leaf;
 use slots::Slots;
@@ -311,31 +315,6 @@ impl Tier {
         self.slots.pool.report_stored(&hashes, *group, origin);
     }
 
-    /// Drops the slots of a store that nobody waits for any more, and all slots below them. Without
-    /// their prefix these could not be evicted in order.
-    pub(super) fn fence(&mut self, slots: &[BlockId]) -> Result<()> {
-        let is_filling = |slot: &BlockId| self.slots.is_filling(*slot);
-        let lost: Vec<BlockId> = slots.iter().copied().filter(is_filling).collect();
-        if lost.is_empty() { Ok(()) } else { self.drop_below(&lost) }
-    }
-
-    /// Drops the keys of those of `slots` that a job fills, because their content did not come. They
-    /// stay in use. Their children await them.
-    pub(super) fn discard(&mut self, slots: &[BlockId]) {
-        for &slot in slots {
-            let Some(key) = self.slots.key(slot).filter(|_| self.slots.is_filling(slot)) else {
-                continue;
-            };
-            let root = self.chains.root(slot);
-            with_policy!(&mut self.policy, policy => policy.split(root));
-            self.chains.abandon(slot, key);
-            let parent = self.forget(slot);
-            self.slots.withdraw(&[slot]);
-            self.retry(&[parent]);
-            self.num_losses += 1;
-        }
-    }
-
     /// Makes slots the most recent ones, the last most of all. Each comes with whether it is a hit.
     pub(super) fn make_recent(&mut self, slots: impl Iterator<Item = (BlockId, bool)>) {
         with_policy!(&mut self.policy, policy => policy.make_recent(slots));
@@ -354,6 +333,17 @@ impl Tier {
         let Self { policy, chains, .. } = self;
         let parent = |slot| chains.parent(slot);
         with_policy!(policy, policy => policy.make_chain_recent(tail, parent, hits));
+    }
+
+    /// Makes whole chains most recent, one after the other, from each tail up to its root. None of
+    /// them is a hit. Looks at what the chains share only once.
+    pub(super) fn make_chains_recent(&mut self, tails: &[BlockId]) {
+        if let [tail] = tails {
+            return self.make_chain_recent(*tail, &NO_HITS);
+        }
+        let Self { policy, chains, .. } = self;
+        let parent = |slot| chains.parent(slot);
+        with_policy!(policy, policy => policy.make_chains_recent(tails, parent));
     }
 
     /// Drops everything. Slots in use by jobs are empty when the jobs end, pinned ones when they
@@ -377,40 +367,6 @@ impl Tier {
     fn forget(&mut self, slot: BlockId) -> BlockId {
         with_policy!(&mut self.policy, policy => policy.removed(slot));
         self.chains.leave(slot)
-    }
-
-    /// Drops `lost` and all slots below them. Those of jobs in flight stay in use until their jobs
-    /// end.
-    fn drop_below(&mut self, lost: &[BlockId]) -> Result<()> {
-        let all = self.chains.below(lost);
-        let (filling, residents): (Vec<BlockId>, Vec<BlockId>) =
-            all.iter().partition(|&&slot| self.slots.is_filling(slot));
-        self.slots.withdraw(&filling);
-        let parents: Vec<BlockId> = all.into_iter().map(|slot| self.forget(slot)).collect();
-        self.retry(&parents);
-        self.num_losses += u64::from(!residents.is_empty());
-        self.slots.pool.evict(&residents)?;
-        self.slots.pool.free(&residents)
-    }
-
-    /// Drops those of `slots` that are resident, because their content is damaged. Their children
-    /// await them. Returns the dropped slots, sorted, for the caller to free.
-    pub(super) fn drop_damaged(&mut self, slots: &[BlockId]) -> Result<Vec<BlockId>> {
-        let mut lost = slots.to_vec();
-        lost.sort_unstable();
-        lost.dedup();
-        lost.retain(|&slot| self.policy.contains(slot));
-        for &slot in &lost {
-            let Some(key) = self.slots.key(slot) else { continue };
-            let root = self.chains.root(slot);
-            with_policy!(&mut self.policy, policy => policy.split(root));
-            self.chains.abandon(slot, key);
-            let parent = self.forget(slot);
-            self.retry(&[parent]);
-        }
-        self.slots.pool.evict(&lost)?;
-        self.num_losses += u64::from(!lost.is_empty());
-        Ok(lost)
     }
 
     /// Verifies every invariant of the tier.

@@ -1,9 +1,9 @@
-//! The cost of a failed store, in looks at slots, and the room that evictions make.
+//! The cost of losses and of recency, in looks at slots, and the room that evictions make.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use crate::group::{Attention, Group};
 
-use super::chains::looks;
+use super::chains::{Chains, looks};
 use super::*;
 
 fn hashes(chain: u16, len: u16) -> Vec<BlockHash> {
@@ -101,4 +101,157 @@ fn an_earlier_search_does_not_change_which_slots_go() {
         });
         assert_eq!(gone[0], gone[1], "{policy:?}");
     }
+}
+
+/// The resident slots in the order of each queue.
+fn orders(tier: &Tier) -> Vec<Vec<BlockId>> {
+    with_policy!(&tier.policy, policy => policy.queues().map(|queue| queue.iter().collect()).collect())
+}
+
+/// A step of a walk that visits all numbers. Enough for choices that only need to differ.
+fn next_choice(state: &mut u64, below: usize) -> usize {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    usize::try_from(*state >> 33).unwrap() % below
+}
+
+/// Chains that become recent together end in the order of chains that become recent one by one.
+#[test]
+fn chains_become_recent_together_as_one_by_one() {
+    for (policy, seed) in
+        EvictionPolicy::ALL.into_iter().flat_map(|it| (0..60).map(move |s| (it, s)))
+    {
+        let mut state: u64 = seed;
+        let mut tier = Tier::new("num_host_blocks", 48, policy, false).unwrap();
+        let mut num_chains = 0;
+        for _ in 0..60 {
+            let num_parts = 1 + next_choice(&mut state, 4);
+            let mut tails = Vec::new();
+            let mut slots = Vec::new();
+            for _ in 0..num_parts {
+                let kept: Vec<BlockId> = tier
+                    .slots
+                    .iter()
+                    .filter(|&slot| tier.is_resident(slot) || tier.slots.is_filling(slot))
+                    .collect();
+                let parent = match next_choice(&mut state, 4) {
+                    0 => BlockId::NULL,
+                    _ if kept.is_empty() => BlockId::NULL,
+                    _ => kept[next_choice(&mut state, kept.len())],
+                };
+                num_chains += 1;
+                let len = u16::try_from(1 + next_choice(&mut state, 5)).unwrap();
+                let part = tier
+                    .reserve_chain(&hashes(num_chains, len), GroupId(0), parent, usize::MAX)
+                    .unwrap()
+                    .slots;
+                tails.extend(part.last());
+                slots.extend(part);
+                // An older tail, which may be above another one.
+                if next_choice(&mut state, 3) == 0 && !kept.is_empty() {
+                    let slot = kept[next_choice(&mut state, kept.len())];
+                    tails.extend(
+                        (tier.is_resident(slot) || tier.slots.is_filling(slot)).then_some(slot),
+                    );
+                }
+            }
+            let filling = Filling { ends: vec![0; slots.len()], ..Filling::default() };
+            let model = Model::new(vec![Group::new(Attention::Full, 1).unwrap()]).unwrap();
+            if next_choice(&mut state, 5) > 0 {
+                tier.publish(&slots, &filling, &model).unwrap();
+            }
+            let mut one_by_one = tier.clone();
+            tier.make_chains_recent(&tails);
+            for tail in &tails {
+                one_by_one.make_chain_recent(*tail, &NO_HITS);
+            }
+            assert_eq!(orders(&tier), orders(&one_by_one), "{policy:?} {seed}: {tails:?}");
+            tier.check().unwrap();
+        }
+    }
+}
+
+#[test]
+fn chains_that_become_recent_together_look_at_their_prefix_once() {
+    const PREFIX: u16 = 4_096;
+    const NUM_CHAINS: u16 = 64;
+    for policy in EvictionPolicy::ALL {
+        let num_slots = usize::from(PREFIX + NUM_CHAINS);
+        let mut tier = Tier::new("num_host_blocks", num_slots, policy, false).unwrap();
+        let last = *store(&mut tier, &hashes(0, PREFIX)).last().unwrap();
+        let tails: Vec<BlockId> = (1..=NUM_CHAINS)
+            .map(|chain| {
+                tier.reserve_chain(&hashes(chain, 1), GroupId(0), last, usize::MAX).unwrap().slots
+                    [0]
+            })
+            .collect();
+        for _ in 0..2 {
+            looks::take();
+            tier.make_chains_recent(&tails);
+            let num_looks = looks::take();
+            assert!(
+                num_looks <= 3 * num_slots,
+                "{policy:?}: {num_looks} looks at {num_slots} slots"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_chain_that_proves_damaged_is_looked_at_once() {
+    const NUM_SLOTS: u16 = 4_096;
+    for policy in EvictionPolicy::ALL {
+        let mut tier = Tier::new("num_host_blocks", NUM_SLOTS.into(), policy, false).unwrap();
+        let mut slots = store(&mut tier, &hashes(0, NUM_SLOTS));
+        tier.make_chain_recent(*slots.last().unwrap(), &NO_HITS);
+        // The slot with the lowest id holds the end of the chain, as after a lazy store.
+        slots.reverse();
+        looks::take();
+        tier.cut(&slots);
+        let num_looks = looks::take();
+        assert!(num_looks <= 8 * slots.len(), "{policy:?}: {num_looks} looks at {NUM_SLOTS} slots");
+    }
+}
+
+#[test]
+fn a_slot_adopts_many_children_with_one_look_at_its_own_chain() {
+    const DEPTH: usize = 1_000;
+    const NUM_CHILDREN: usize = 10_000;
+    let slots: Vec<BlockId> = (1..).map(BlockId).take(DEPTH + NUM_CHILDREN).collect();
+    let mut chains = Chains::new(slots.len() + 1);
+    for pair in slots[..DEPTH].windows(2) {
+        chains.attach(pair[1], pair[0]);
+    }
+    let key = BlockKey { hash: BlockHash::default(), group: GroupId(0) };
+    for &child in &slots[DEPTH..] {
+        assert!(chains.await_key(child, key));
+    }
+    looks::take();
+    assert_eq!(chains.adopt(slots[DEPTH - 1], &key), slots[DEPTH..]);
+    let num_looks = looks::take();
+    assert!(num_looks <= 2 * DEPTH + NUM_CHILDREN, "{num_looks} looks at {} slots", slots.len());
+    // A root that awaits a key is never put below a slot of its own chain.
+    assert!(chains.await_key(slots[0], key));
+    assert_eq!(chains.adopt(slots[DEPTH - 1], &key), []);
+    assert!(!chains.has_loop());
+}
+
+/// A search of all that await the key, for each that leaves, would take minutes.
+#[test]
+fn slots_that_await_one_key_leave_one_by_one() {
+    let slots: Vec<BlockId> = (1..).map(BlockId).take(500_000).collect();
+    let mut chains = Chains::new(slots.len() + 1);
+    let key = BlockKey { hash: BlockHash::default(), group: GroupId(0) };
+    for &slot in &slots {
+        assert!(chains.await_key(slot, key));
+    }
+    let (gone, rest) = slots.split_at(slots.len() - 3);
+    for &slot in gone {
+        assert!(chains.leave(slot).is_null());
+    }
+    chains.check(|slot| rest.contains(&slot), |_| false).unwrap();
+    assert_eq!(chains.awaited(), rest.iter().map(|&slot| (slot, key)).collect::<Vec<_>>());
+    for &slot in rest {
+        chains.leave(slot);
+    }
+    assert!(!chains.has_awaited());
 }

@@ -31,6 +31,7 @@ use crate::pool::FreeQueue;
 use super::Policy;
 use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::order::EvictionOrder;
+use super::parts::parts;
 
 /// The order of slots that were not hit since their store.
 const NEW: usize = 0;
@@ -154,6 +155,11 @@ impl Policy for HitDensity {
             self.orders[order].remove(slot);
             self.append(if is_hit { USED } else { order }, slot);
         }
+    }
+
+    fn make_chains_recent(&mut self, tails: &[BlockId], parent: impl Fn(BlockId) -> BlockId) {
+        let parts = parts(tails, self.times.len(), parent, |slot| slot);
+        self.make_recent(parts.into_iter().flatten().map(|(slot, _)| (slot, false)));
     }
 
     fn make_least_recent(&mut self, slot: BlockId) {

@@ -9,6 +9,7 @@ use crate::pool::FreeQueue;
 
 use super::Policy;
 use super::order::EvictionOrder;
+use super::parts::parts;
 
 /// Resident slots in order of recency.
 ///
@@ -52,6 +53,14 @@ impl Lru {
     #[inline]
     fn begins(&self, slot: BlockId) -> bool {
         self.roots[slot.index()] != 0
+    }
+
+    /// Notes that the most recent chain below `root` begins at `first`. It is contiguous if it is
+    /// whole.
+    fn note_chain(&mut self, first: BlockId, root: BlockId, is_whole: bool) {
+        self.tails[root.index()] = if is_whole { first.0 } else { 0 };
+        self.roots[first.index()] = root.0;
+        self.has_chains = true;
     }
 
     /// Forgets which chains are contiguous, because slots become recent one by one.
@@ -141,9 +150,29 @@ impl Policy for Lru {
             at = parent(end);
         }
         run.end(&mut self.order);
-        self.tails[root.index()] = if is_whole { first.0 } else { 0 };
-        self.roots[first.index()] = root.0;
-        self.has_chains = true;
+        self.note_chain(first, root, is_whole);
+    }
+
+    fn make_chains_recent(&mut self, tails: &[BlockId], parent: impl Fn(BlockId) -> BlockId) {
+        let parts = parts(tails, self.roots.len(), &parent, |slot| self.end_of_chain(slot));
+        let mut run = Run::default();
+        for part in parts {
+            let (mut first, mut root, mut is_whole) = (BlockId::NULL, BlockId::NULL, true);
+            for &(at, end) in &part {
+                if self.order.queue().contains(at) {
+                    run.push(&mut self.order, at, end);
+                    first = if first.is_null() { at } else { first };
+                    root = end;
+                } else {
+                    is_whole &= first.is_null();
+                }
+            }
+            // Of the chains that share a root, only the last one has it in its part.
+            if part.last().is_some_and(|&(_, end)| parent(end).is_null()) {
+                self.note_chain(first, root, is_whole);
+            }
+        }
+        run.end(&mut self.order);
     }
 
     fn make_least_recent(&mut self, slot: BlockId) {

@@ -5,12 +5,13 @@
 //! add a policy, write a file with a [`Policy`], and an arm in each `match` below. CONTRIBUTING
 //! lists the places outside this folder.
 //!
-//! May import: error, ids, key, ledger, pool.
+//! May import: error, ids, key, ledger, pool, `slot_set`.
 
 mod ghosts;
 mod hit_density;
 mod lru;
 mod order;
+mod parts;
 mod record;
 
 use std::iter::successors;
@@ -131,6 +132,9 @@ pub(super) trait Policy {
         let chain = successors(Some(tail), above).take_while(|slot| !slot.is_null());
         self.make_recent(chain.enumerate().map(|(at, slot)| (slot, hits.contains(&at))));
     }
+
+    /// As [`make_chain_recent`](Self::make_chain_recent) for each of `tails`, without hits.
+    fn make_chains_recent(&mut self, tails: &[BlockId], parent: impl Fn(BlockId) -> BlockId);
 
     /// Makes a slot that was just stored the first victim. Skips one that is not resident.
     fn make_least_recent(&mut self, slot: BlockId);
