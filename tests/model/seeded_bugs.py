@@ -126,8 +126,8 @@ BUGS = {
         "load.rs",
         (
             (
-                "        self.host.pin(&slots)?;\n        let hit_block_size",
-                "        let hit_block_size",
+                "            self.host.pin(&slots)?;\n        }\n        self.host.unpin(",
+                "        }\n        self.host.unpin(",
             ),
         ),
     ),

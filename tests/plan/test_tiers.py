@@ -364,9 +364,9 @@ def test_largest_size_that_may_be_given_can_be_recommended() -> None:
         ),
         ({"disk": 0.5}, r"--disk-gib is .*; it must hold 1 block"),
         ({"host": (-1,)}, "it must hold 1 block"),
-        ({"host": (-math.inf,)}, "--host-gib is -inf; it must hold 1 block"),
-        ({"device": -math.inf}, "--device-gib is -inf; it must hold 2 blocks"),
-        ({"disk": -math.inf}, "--disk-gib is -inf; it must hold 1 block"),
+        ({"host": (-math.inf,)}, "--host-gib is -inf GiB; it must hold 1 block"),
+        ({"device": -math.inf}, "--device-gib is -inf GiB; it must hold 2 blocks"),
+        ({"disk": -math.inf}, "--disk-gib is -inf GiB; it must hold 1 block"),
         (
             {"host": (math.inf,)},
             r"--host-gib is inf; it must be at most 1073741824: pass fewer",

@@ -20,6 +20,7 @@ from kvstow.tiers import TierBlocks, queued
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.queued import QueuedTier
 from kvstow.tiers.resp import RespTier
+from kvstow.tiers.resp.nodes import Topology
 from kvstow.transfer import HostArena
 
 NAMESPACE = bytes(16)
@@ -91,11 +92,11 @@ def test_unexpected_error_is_named_by_its_type_alone(
 ) -> None:
     password = "open-sesame"
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         raise UnicodeEncodeError("utf-8", password, 0, 1, "not allowed")
 
+    monkeypatch.setattr(Topology, "assign", fail)
     with RespTier(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
-        monkeypatch.setattr(tier.nodes, "assign", fail)
         ticket = tier.contains(TierBlocks([bytes(32)], [0]))
         ticket.wait(LONG_S)
     assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)

@@ -674,7 +674,7 @@ def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
 
 @pytest.mark.parametrize("path", [3, "a\0b", "\ud800"])
 def test_version_path_that_can_name_no_file_is_refused(make: Make, path: Any) -> None:
-    with pytest.raises(ConfigError, match=r"weights_version_path is .*; write the name of a file"):
+    with pytest.raises(ConfigError, match=r"weights_version_path .*; pass the name of a file"):
         make(weights_version_path=path)
 
 
