@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -44,6 +45,15 @@ class Here(Files):
 
     def file_system(self, folder: str) -> str:
         return "ext4"
+
+
+@contextmanager
+def random_arena(num_slots: int, slot_bytes: int) -> Iterator[HostArena]:
+    """Open host memory with other bytes in each slot."""
+    with HostArena(num_slots, slot_bytes) as arena:
+        shape = (num_slots, slot_bytes)
+        arena.slots[:] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+        yield arena
 
 
 def digest_of(number: int) -> bytes:

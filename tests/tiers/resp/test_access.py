@@ -7,12 +7,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
-from tests.tiers.setup import digest_of
+from tests.tiers.setup import digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import SharedStore, TierBlocks, TierTicket
@@ -31,9 +30,7 @@ CLUSTER = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
 
 @pytest.fixture
 def arena() -> Iterator[HostArena]:
-    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
-        shape = (NUM_SLOTS, SLOT_BYTES)
-        arena.slots[:] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    with random_arena(NUM_SLOTS, SLOT_BYTES) as arena:
         yield arena
 
 

@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
 from tests.tiers.resp.tls import Authority, TlsServer
-from tests.tiers.setup import digest_of
+from tests.tiers.setup import digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket
@@ -33,9 +32,7 @@ LONG_S = 20.0
 
 @pytest.fixture
 def arena() -> Iterator[HostArena]:
-    with HostArena(NUM_SLOTS, SLOT_BYTES) as arena:
-        shape = (NUM_SLOTS, SLOT_BYTES)
-        arena.slots[:] = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    with random_arena(NUM_SLOTS, SLOT_BYTES) as arena:
         yield arena
 
 
