@@ -11,7 +11,6 @@ import logging
 from pathlib import Path
 
 from kvstow import ConfigError
-from kvstow.arguments import is_path
 from kvstow.vllm.identity import version_may_be_newer
 from kvstow.vllm.options import WHERE
 
@@ -27,8 +26,6 @@ class WeightsVersion:
         Raises:
             ConfigError: the file cannot be read.
         """
-        if path is not None and not is_path(path):
-            raise ConfigError(f"{WHERE}.weights_version_path is {path!r}; write the name of a file")
         self._path = None if path is None else Path(path)
         self._content: bytes | None = None
         # What the file says if that may be of other weights than those that are loaded.

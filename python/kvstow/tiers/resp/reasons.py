@@ -48,9 +48,7 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if no_master := _NO_MASTER.match(text):
         return _why_no_master(no_master["service"], _SENTINEL_ERROR.findall(no_master["errors"]))
-    # redis-py raises one error for all that a node of a cluster refuses.
-    texts = "\n".join(map(str, _chain(error)))
-    return next((fix for sign, fix in _FIXES if sign in texts), text)
+    return next((fix for sign, fix in _FIXES if sign in text), text)
 
 
 def _why_no_master(service: str, errors: list[str]) -> str:
