@@ -55,6 +55,11 @@ def read_size(name: str, value: object) -> int:
     return parse_bytes(value, name=name)
 
 
+def read_size_or_zero(name: str, value: object) -> int:
+    """Return a number of bytes as `read_size` does, or 0."""
+    return 0 if value == 0 and not isinstance(value, bool) else read_size(name, value)
+
+
 def read_count(least: int, most: int | None = None) -> _Reader:
     """Return a reader of whole numbers from `least` to `most`."""
     rule = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
@@ -109,6 +114,11 @@ def read_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise _refused(name, value, "a text that is not empty and has no null character")
     return value
+
+
+def read_names(name: str, value: object) -> str:
+    """Return a text as `read_text` does, or an empty one."""
+    return "" if value == "" else read_text(name, value)
 
 
 def read_path(name: str, value: object) -> str:
@@ -336,9 +346,9 @@ class Options:
     shared_max_write_bytes_per_s: int | None = option(None, read_size)
     shared_flush_s: float = option(3.0, read_seconds)
     shared_host: str = option("127.0.0.1", read_text)
-    shared_segment_bytes: int = option(0, read_size)
+    shared_segment_bytes: int = option(0, read_size_or_zero)
     shared_protocol: Literal["tcp", "rdma"] = option("tcp", read_choice("tcp", "rdma"))
-    shared_devices: str = option("", read_text)
+    shared_devices: str = option("", read_names)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
