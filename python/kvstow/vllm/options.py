@@ -226,8 +226,8 @@ class Options:
         offload_prompt_only: store only blocks of prompts, not those with generated tokens. Of a
             streaming session, only the first prompt counts.
         store_threshold: store a block once this many requests have computed, hit or loaded it and
-            every block before it. kvstow counts the blocks that were seen last: four times as many
-            as the tier holds, and at least 65,536.
+            every block before it. At most 255. kvstow counts the blocks that were seen last: four
+            times as many as the tier holds, and at least 65,536.
         max_store_blocks_in_flight: the most device blocks that stores may hold. vLLM cannot use
             these blocks until they are copied. More are not stored, or stored in a later step. The
             default leaves a quarter of the device's blocks to vLLM.
@@ -291,7 +291,7 @@ class Options:
             has.
         shared_timeout_s: the most seconds for a read or a write, up to 86,400.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
-        shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
+        shared_index_blocks: blocks that each server remembers the store to have, 120 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
         shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
         shared_admit: as `disk_admit`, which counts for both tiers if there are both.
