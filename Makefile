@@ -197,7 +197,7 @@ wheels: $(VENV)/.release ## build a release in dist/: wheels for x86_64 and aarc
 	rm -f dist/kvstow-*
 	for target in $(WHEEL_TARGETS); do \
 	    rustup target add $$target && PATH='$(CURDIR)/$(BIN)':"$$PATH" $(BIN)/maturin build --quiet --release \
-	        --zig --target $$target --compatibility manylinux2014 --out dist || exit 1; done
+	        --locked --zig --target $$target --compatibility manylinux2014 --out dist || exit 1; done
 	$(BIN)/maturin sdist --out dist
 	$(BIN)/twine check --strict dist/kvstow-*
 	$(BIN)/abi3audit --strict dist/kvstow-*.whl

@@ -3,7 +3,9 @@
     .venv/bin/python -m benches.disk_tier FOLDER [--mib 512] [--rounds 5] [--json]
 
 All sides move host slots with direct I/O, and read what they wrote. They take turns, and the best
-turn of each counts. Processor time is that of the whole process, user and system.
+turn of each counts. From the second turn on, kvstow and plain write over slots that have blocks, as
+in a full slot file. The first fill is slower, and never the best turn. vLLM makes new files in each
+turn. Processor time is that of the whole process, user and system.
 
 - kvstow: jobs of 16 blocks, or of one, on a `SlotFile` with its four threads and its checksums.
 - vllm: jobs of as many blocks for the functions of its `fs` tier, on its pool of 2 x 16 threads. A

@@ -17,7 +17,8 @@ Use the server for nothing else meanwhile. The script needs aiohttp, which vLLM 
 
 This is one file, so that you can copy it to any machine.
 
-The exit status is 0 if every case passed, 1 if a case failed, 2 if the server does not answer.
+The exit status is 0 if every case passed, 1 if a case failed, 2 if the server does not answer or
+aiohttp is missing.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from typing import Any
 try:
     import aiohttp
 except ImportError:
-    sys.exit("check_server.py needs aiohttp: run it with the Python that has vLLM")
+    print("check_server.py needs aiohttp: run it with the Python that has vLLM", file=sys.stderr)
+    sys.exit(2)
 
 Prompt = list[int]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +244,12 @@ def test_a_missing_server_or_events_file_is_reported(capsys: pytest.CaptureFixtu
     missing = "/nowhere/events.jsonl"
     assert check(Pretender(), "--case", "TC4", "--events", missing) == 1
     assert missing in capsys.readouterr().out
+
+
+def test_without_aiohttp_no_case_counts_as_failed() -> None:
+    command = [sys.executable, "-S", check_server.__file__]
+    done = subprocess.run(command, capture_output=True, check=False, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("check_server.py needs aiohttp")
 
 
 def test_a_server_that_asks_for_an_api_key_gets_it(

@@ -193,6 +193,13 @@ def test_kubernetes_waits_longer_for_a_rollout_than_for_a_start(path: Path) -> N
     assert servers["progressDeadlineSeconds"] > start_s
 
 
+@pytest.mark.parametrize("path", [MANIFEST, SHARED_MANIFEST])
+def test_no_service_sets_a_variable_that_vllm_takes_for_its_own(path: Path) -> None:
+    services = [it for it in yaml.safe_load_all(path.read_text()) if it["kind"] == "Service"]
+    assert any(service["metadata"]["name"].startswith("vllm-") for service in services)
+    assert deployment(path)["template"]["spec"]["enableServiceLinks"] is False
+
+
 # -- two servers that share blocks -------------------------------------------------------------
 
 

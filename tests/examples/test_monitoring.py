@@ -72,6 +72,20 @@ def test_each_panel_has_a_place_of_its_own() -> None:
     assert len({panel["id"] for panel in panels()}) == len(list(panels()))
 
 
+def test_a_stock_beside_rates_has_an_axis_of_its_own() -> None:
+    """Thousands of blocks beside some a second would leave the rates at the bottom."""
+    for panel in panels():
+        rates = [("rate(" in target["expr"], target["refId"]) for target in panel["targets"]]
+        stocks = {name for is_rate, name in rates if not is_rate}
+        if len(stocks) < len(rates):
+            right = [
+                override["matcher"]["options"]
+                for override in panel["fieldConfig"]["overrides"]
+                if {"id": "custom.axisPlacement", "value": "right"} in override["properties"]
+            ]
+            assert set(right) == stocks, panel["title"]
+
+
 def test_a_line_for_each_server_names_it() -> None:
     """Two servers would otherwise draw two lines of one name."""
     for panel in panels():

@@ -6,7 +6,9 @@ import json
 import re
 import subprocess
 import tomllib
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 POLICY = (ROOT / "SECURITY.md").read_text()
@@ -49,6 +51,15 @@ def test_every_crate_comes_from_the_registry() -> None:
 def test_every_crate_has_a_licence_that_deny_toml_allows() -> None:
     """A part of `make deny`, which needs a tool that CI lacks."""
     allowed = set(tomllib.loads((ROOT / "deny.toml").read_text())["licenses"]["allow"])
+    packages = crates()["packages"]
+    assert len(packages) > 50
+    wrong = {one["name"]: one["license"] for one in packages if not fits(one["license"], allowed)}
+    assert wrong == {}
+
+
+@cache
+def crates() -> dict[str, Any]:
+    """Return the crates of the workspace, and what each needs."""
     listed = subprocess.run(
         ["cargo", "metadata", "--format-version", "1", "--locked"],
         cwd=ROOT,
@@ -56,10 +67,40 @@ def test_every_crate_has_a_licence_that_deny_toml_allows() -> None:
         check=True,
         text=True,
     )
-    packages = json.loads(listed.stdout)["packages"]
-    assert len(packages) > 50
-    wrong = {one["name"]: one["license"] for one in packages if not fits(one["license"], allowed)}
-    assert wrong == {}
+    found = json.loads(listed.stdout)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_the_wheel_brings_the_notices_of_the_crates_in_it() -> None:
+    packages = {one["id"]: one for one in crates()["packages"]}
+    needs = {node["id"]: node["deps"] for node in crates()["resolve"]["nodes"]}
+    (root,) = (id for id, one in packages.items() if one["name"] == "kvstow-bindings")
+    linked, waiting = set(), [root]
+    while waiting:
+        id = waiting.pop()
+        if id in linked or "proc-macro" in packages[id]["targets"][0]["kind"]:
+            continue
+        linked.add(id)
+        waiting += [
+            need["pkg"]
+            for need in needs[id]
+            if any(kind["kind"] is None for kind in need["dep_kinds"])
+        ]
+    # BSL-1.0 asks for no notice in compiled code, and LICENSE is that of Apache-2.0.
+    needing = {
+        packages[id]["name"]
+        for id in linked
+        if not fits(packages[id]["license"], {"Apache-2.0", "BSL-1.0"})
+    }
+    named = re.findall(
+        r"^# (.*): [\w.-]+$", (ROOT / "LICENSE-THIRD-PARTY").read_text(), re.MULTILINE
+    )
+    given = {name for names in named for name in names.split(", ")}
+    assert needing <= given and "numpy" in needing
+    assert given <= {one["name"] for one in packages.values()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license-files"] == ["LICENSE", "LICENSE-THIRD-PARTY"]
 
 
 def fits(expression: str, allowed: set[str]) -> bool:

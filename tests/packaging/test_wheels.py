@@ -145,9 +145,8 @@ def test_a_wheel_names_its_requirements_and_licences_and_parts(architecture: str
     assert len(required) == len(project["dependencies"])
     assert metadata["Requires-Python"] == project["requires-python"]
     assert set(metadata.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
-    assert {f"{info}/licenses/LICENSE", "kvstow/replay/data/LICENSE.md", "kvstow/py.typed"} <= set(
-        names
-    )
+    licences = {f"{info}/licenses/{name}" for name in project["license-files"]}
+    assert licences | {"kvstow/replay/data/LICENSE.md", "kvstow/py.typed"} <= set(names)
     crates = {part["name"] for part in bill["components"]}
     assert {"kvstow-core", "kvstow-copy", "pyo3", "sha2"} <= crates
     assert "criterion" not in crates, "what only tests use is no part of the wheel"

@@ -16,7 +16,7 @@ from docs.generate import reference
 
 import kvstow.vllm
 from kvstow.observability.metrics import SHADOW_HIT_RATIO
-from kvstow.vllm.options import DEFAULT_BYTES, Options
+from kvstow.vllm.options import DEFAULT_BYTES, WHERE, Options, read_option
 from kvstow.vllm.stats import EACH, EXPORTED
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +143,8 @@ def test_the_site_has_every_option_with_its_default() -> None:
         for name, default in defaults.items()
     }
     assert list(shown) == list(defaults)
+    for name, default in defaults.items():  # a template may write the defaults out
+        assert default is None or read_option(Options, WHERE, name, default) == default
 
 
 def test_the_site_has_every_metric_that_vllm_exports_with_its_labels() -> None:

@@ -55,6 +55,11 @@ def read_size(name: str, value: object) -> int:
     return parse_bytes(value, name=name)
 
 
+def read_size_or_zero(name: str, value: object) -> int:
+    """Return a number of bytes as `read_size` does, or 0."""
+    return 0 if value == 0 and not isinstance(value, bool) else read_size(name, value)
+
+
 def read_count(least: int, most: int | None = None) -> _Reader:
     """Return a reader of whole numbers from `least` to `most`."""
     rule = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
@@ -109,6 +114,11 @@ def read_text(name: str, value: object) -> str:
     if not isinstance(value, str) or not value or "\0" in value:
         raise _refused(name, value, "a text that is not empty and has no null character")
     return value
+
+
+def read_names(name: str, value: object) -> str:
+    """Return a text as `read_text` does, or an empty one."""
+    return "" if value == "" else read_text(name, value)
 
 
 def read_path(name: str, value: object) -> str:
@@ -216,8 +226,8 @@ class Options:
         offload_prompt_only: store only blocks of prompts, not those with generated tokens. Of a
             streaming session, only the first prompt counts.
         store_threshold: store a block once this many requests have computed, hit or loaded it and
-            every block before it. kvstow counts the blocks that were seen last: four times as many
-            as the tier holds, and at least 65,536.
+            every block before it. At most 255. kvstow counts the blocks that were seen last: four
+            times as many as the tier holds, and at least 65,536.
         max_store_blocks_in_flight: the most device blocks that stores may hold. vLLM cannot use
             these blocks until they are copied. More are not stored, or stored in a later step. The
             default leaves a quarter of the device's blocks to vLLM.
@@ -281,7 +291,7 @@ class Options:
             has.
         shared_timeout_s: the most seconds for a read or a write, up to 86,400.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
-        shared_index_blocks: blocks that each server remembers the store to have, 100 bytes each.
+        shared_index_blocks: blocks that each server remembers the store to have, 120 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
         shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
         shared_admit: as `disk_admit`, which counts for both tiers if there are both.
@@ -336,9 +346,9 @@ class Options:
     shared_max_write_bytes_per_s: int | None = option(None, read_size)
     shared_flush_s: float = option(3.0, read_seconds)
     shared_host: str = option("127.0.0.1", read_text)
-    shared_segment_bytes: int = option(0, read_size)
+    shared_segment_bytes: int = option(0, read_size_or_zero)
     shared_protocol: Literal["tcp", "rdma"] = option("tcp", read_choice("tcp", "rdma"))
-    shared_devices: str = option("", read_text)
+    shared_devices: str = option("", read_names)
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | None) -> Options:
