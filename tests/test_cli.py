@@ -304,6 +304,13 @@ def test_errors_in_standard_input_name_the_line() -> None:
         assert shell(script).returncode == USAGE
 
 
+def test_result_over_the_file_that_is_standard_input_is_refused(trace: Path) -> None:
+    done = shell('kvstow replay - --json-file "$1" <"$1"', str(trace))
+    message = f"kvstow: --json-file is {str(trace)!r}, and the command reads that file"
+    assert (done.returncode, done.stderr) == (USAGE, f"{message}: pass another name\n")
+    assert trace.read_text() == ROW * 3
+
+
 @pytest.mark.parametrize("script", ['cat "$1" | kvstow replay', 'kvstow replay <"$1"'])
 def test_piped_data_without_a_dash_is_refused(script: str, trace: Path) -> None:
     done = shell(script, str(trace))

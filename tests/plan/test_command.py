@@ -19,10 +19,11 @@ import pytest
 from kvstow import HitCurve, cli
 from kvstow.plan import Curves
 from kvstow.plan.page import DENSITY_LINE
-from kvstow.replay import BUNDLED_TRACE
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig
 from kvstow.report import Chart, Series, Table, Text, html_page
 from kvstow.report.picture import draw_png
 
+MOST_RANKS = ReplayConfig.options()["world_size"].at_most
 SMALL = [str(BUNDLED_TRACE), "--limit", "200", "--model", "llama-3.1-8b"]
 
 
@@ -280,6 +281,7 @@ def test_result_over_a_file_that_is_in_use_is_refused(
         ("replay --disk disk --disk-blocks 9 --events", "disk.index"),
         ("replay --disk disk --disk-blocks 9 --world-size 2 --html", "disk.0"),
         ("replay --disk disk --disk-blocks 9 --world-size 2 --json-file", "disk.1.index"),
+        ("replay --disk disk --disk-blocks 9 --world-size 64 --html", f"disk.{MOST_RANKS - 1}"),
         ("tier info disk --json-file", "disk.index"),
         ("tier verify disk --json-file", "disk.index"),
     ],
