@@ -1,4 +1,7 @@
-"""Input, output and exit statuses of the commands, each in a child process."""
+"""Input, output and exit statuses of the commands.
+
+A command runs in a child process only where its interpreter or the system takes part.
+"""
 
 import bz2
 import errno
@@ -32,6 +35,20 @@ def kvstow(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvstow", *arguments],
         stderr=subprocess.PIPE, text=True, check=False, timeout=120, **options,
     )  # fmt: skip
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return what runs a command in this process."""
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        status = cli.main(arguments)
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return run
 
 
 def shell(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,28 +102,48 @@ def test_the_package_runs_as_a_module() -> None:
 # -- output ------------------------------------------------------------------------------------
 
 
-def test_json_goes_to_standard_output_or_to_a_file(arguments: list[str], tmp_path: Path) -> None:
+def test_json_goes_to_standard_output_or_to_a_file(
+    run: Run, arguments: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "result.json"
-    printed, written = kvstow(*arguments, "--json"), kvstow(*arguments, "--json-file", str(path))
+    printed, written = run(*arguments, "--json"), run(*arguments, "--json-file", str(path))
     assert (printed.returncode, printed.stderr) == (written.returncode, written.stderr) == (OK, "")
     assert json.loads(printed.stdout).keys() == json.loads(path.read_text()).keys()
     assert not written.stdout.startswith("{")
-    both = kvstow(*arguments, "--json", "--json-file", str(path))
+    both = run(*arguments, "--json", "--json-file", str(path))
     assert both.stdout == path.read_text()
 
 
-def test_output_that_cannot_be_written_is_status_74(arguments: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        done = kvstow(*arguments, stdout=full)
+def test_output_that_cannot_be_written_is_status_74(
+    run: Run, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     message = "kvstow: standard output: No space left on device\n"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        done = run(*arguments)
     assert (done.returncode, done.stderr) == (IO_ERROR, message)
 
-    done = shell('kvstow "$@" >&-', *arguments)
+    monkeypatch.setattr(sys, "stdout", None)
+    done = run(*arguments)
     assert done.returncode == IO_ERROR
     assert done.stderr == "kvstow: standard output: Bad file descriptor\n"
 
 
-@pytest.mark.parametrize("option", [[], ["--json"], ["--help"]])
+def test_python_reports_output_that_cannot_be_written_no_second_time(trace: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = kvstow("replay", str(trace), stdout=full)
+    message = "kvstow: standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (IO_ERROR, message)
+    done = shell('kvstow replay "$1" >&-', str(trace))
+    message = "kvstow: standard output: Bad file descriptor\n"
+    assert (done.returncode, done.stderr) == (IO_ERROR, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option"),
+    [("replay", []), ("snapshot", ["--json"]), ("replay", ["--help"])],
+    indirect=["arguments"],
+)
 def test_a_closed_pipe_is_status_74_without_a_message(
     arguments: list[str], option: list[str]
 ) -> None:
@@ -128,9 +165,9 @@ def test_a_closed_pipe_is_status_74_without_a_message(
     ],
 )
 def test_a_json_file_that_cannot_be_written_is_status_74(
-    arguments: list[str], path: str, problem: str
+    run: Run, arguments: list[str], path: str, problem: str
 ) -> None:
-    done = kvstow(*arguments, "--json-file", path)
+    done = run(*arguments, "--json-file", path)
     assert (done.returncode, done.stderr) == (IO_ERROR, f"kvstow: {path}: {problem}\n")
 
 
@@ -240,30 +277,49 @@ def test_a_pipe_or_standard_output_gets_the_file(trace: Path, folder: Path) -> N
     assert list(folder.iterdir()) == [both]
 
 
-@pytest.mark.parametrize("name", ["café", "caf\udce9", "[bold] :smile:"])
+@pytest.mark.parametrize("name", ["café", "caf\udce9"])
 def test_any_path_can_be_printed_in_any_encoding(trace: Path, name: str) -> None:
     trace.rename(trace.parent / name)
-    there: dict[str, Any] = {"cwd": trace.parent}
     ascii_only = os.environ | {
         "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii",
     }  # fmt: skip
+    script = """
+import sys
+from kvstow import cli
+
+name, *option = sys.argv[1:]
+sys.exit((cli.main(["replay", name, *option]), cli.main(["replay", name + ".not"])) != (0, 2))
+"""
     for option, environment in (([], ascii_only), (["--json"], os.environ | {"LC_ALL": "C.UTF-8"})):
-        done = kvstow("replay", name, *option, env=environment, **there)
-        assert (done.returncode, done.stderr) == (OK, "")
-        if name.isascii():
-            assert name in done.stdout
-        assert kvstow("replay", f"{name}.not", env=environment, **there).returncode == USAGE
+        done = subprocess.run(
+            [sys.executable, "-c", script, name, *option],
+            env=environment, cwd=trace.parent, capture_output=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == OK, done.stderr
+        assert done.stderr.count(b"\n") == 1
+        assert b".not: cannot be read" in done.stderr
 
 
-def test_brackets_in_an_identity_are_printed_as_they_are(image: Path) -> None:
-    done = kvstow("snapshot", "info", str(image))
+def test_brackets_in_a_path_are_printed_as_they_are(
+    run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "[bold] :smile:"
+    monkeypatch.chdir(trace.parent)
+    trace.rename(name)
+    done = run("replay", name)
+    assert (done.returncode, done.stderr) == (OK, "")
+    assert name in done.stdout
+
+
+def test_brackets_in_an_identity_are_printed_as_they_are(run: Run, image: Path) -> None:
+    done = run("snapshot", "info", str(image))
     assert (done.returncode, done.stderr) == (OK, "")
     assert "org/[/model][bf16]:smile:" in done.stdout
 
 
-def test_a_file_that_cannot_be_read_is_status_74() -> None:
+def test_a_file_that_cannot_be_read_is_status_74(run: Run) -> None:
     for name in ("replay", "snapshot info"):
-        done = kvstow(*name.split(), "/proc/self/mem")
+        done = run(*name.split(), "/proc/self/mem")
         problem = "kvstow: /proc/self/mem: Input/output error\n"
         assert (done.returncode, done.stderr) == (IO_ERROR, problem)
 
@@ -292,31 +348,46 @@ def test_a_dash_stands_for_standard_input(
     path = tmp_path / "t"
     path.write_bytes(prepare(ROW.encode() * 3))
     assert replayed(shell('cat "$1" | kvstow replay - --json', str(path))) == ("<stdin>", 3)
-    assert replayed(shell('kvstow replay - --json <"$1"', str(path))) == ("<stdin>", 3)
-    assert replayed(shell('kvstow replay <(cat "$1") --json', str(path)))[1] == 3
 
 
-def test_errors_in_standard_input_name_the_line() -> None:
+def test_standard_input_may_be_a_file_and_a_trace_a_pipe(trace: Path) -> None:
+    assert replayed(shell('kvstow replay - --json <"$1"', str(trace))) == ("<stdin>", 3)
+    assert replayed(shell('kvstow replay <(cat "$1") --json', str(trace)))[1] == 3
+
+
+def test_errors_in_standard_input_name_the_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     done = shell("echo nonsense | kvstow replay -")
     assert done.returncode == USAGE
     assert done.stderr.startswith("kvstow: <stdin>:1: not a JSON object")
-    for script in ("kvstow replay - </dev/null", "kvstow replay - <&-"):
-        assert shell(script).returncode == USAGE
+    assert shell("kvstow replay - <&-").returncode == USAGE
+    with open(os.devnull) as empty:
+        monkeypatch.setattr(sys, "stdin", empty)
+        assert run("replay", "-").returncode == USAGE
 
 
-@pytest.mark.parametrize("script", ['cat "$1" | kvstow replay', 'kvstow replay <"$1"'])
-def test_piped_data_without_a_dash_is_refused(script: str, trace: Path) -> None:
-    done = shell(script, str(trace))
+def test_result_over_the_file_that_is_standard_input_is_refused(trace: Path) -> None:
+    done = shell('kvstow replay - --json-file "$1" <"$1"', str(trace))
+    message = f"kvstow: --json-file is {str(trace)!r}, and the command reads that file"
+    assert (done.returncode, done.stderr) == (USAGE, f"{message}: pass another name\n")
+    assert trace.read_text() == ROW * 3
+
+
+def test_piped_data_without_a_dash_is_refused(trace: Path) -> None:
+    done = shell('cat "$1" | kvstow replay', str(trace))
     assert (done.returncode, done.stdout) == (USAGE, "")
     assert done.stderr.startswith("kvstow: standard input has data")
     assert "pass - to replay the data" in done.stderr
 
 
-def test_data_on_a_socket_without_a_dash_is_refused() -> None:
+def test_data_in_a_file_or_a_socket_without_a_dash_is_refused(
+    run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs:
+    with ours, theirs.makefile() as end, theirs, trace.open() as file:
         ours.sendall(ROW.encode())
-        assert kvstow("replay", stdin=theirs).returncode == USAGE
+        for stdin in file, end:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert run("replay").returncode == USAGE
 
 
 BUNDLED = ["replay", "--limit", "2", "--json"]
@@ -344,8 +415,11 @@ def idle(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[IO[bytes]]:
         yield file
 
 
-def test_without_data_on_standard_input_the_bundled_trace_is_replayed(idle: IO[bytes]) -> None:
-    done = kvstow(*BUNDLED, stdin=idle)
+def test_without_data_on_standard_input_the_bundled_trace_is_replayed(
+    run: Run, idle: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", idle)
+    done = run(*BUNDLED)
     assert replayed(done) == (str(BUNDLED_TRACE), 2)
     assert done.stderr == ""
 
@@ -355,9 +429,10 @@ def test_without_standard_input_the_bundled_trace_is_replayed() -> None:
     assert (replayed(done), done.stderr) == ((str(BUNDLED_TRACE), 2), "")
 
 
-def test_an_open_and_empty_pipe_gets_a_note() -> None:
+def test_an_open_and_empty_pipe_gets_a_note(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     with open(read_end, "rb") as idle, open(write_end, "wb"):
-        done = kvstow(*BUNDLED, stdin=idle)
+        monkeypatch.setattr(sys, "stdin", idle)
+        done = run(*BUNDLED)
     assert replayed(done) == (str(BUNDLED_TRACE), 2)
     assert "pass - to wait for a trace" in done.stderr

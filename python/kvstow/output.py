@@ -31,6 +31,7 @@ _WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_pat
 """The parameters of all commands that name a file to write."""
 _READ_METAVARS: Final = frozenset({"FILE", "PATH", "MODEL"})
 _MOST_RANKS: Final = 64  # of kvstow replay --world-size
+_STDIN_PATH: Final = "/dev/stdin"  # a link to the file that the shell has opened
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 
 
@@ -79,7 +80,7 @@ def _files_behind(parameter: str | None, name: str) -> Iterator[str]:
             for file in (name, *(f"{name}.{rank}" for rank in range(_MOST_RANKS))):
                 yield from (file, f"{file}.index")
         case _:
-            yield name
+            yield _STDIN_PATH if name == "-" else name
 
 
 class Output(Closing):

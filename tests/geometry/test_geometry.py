@@ -138,6 +138,11 @@ def test_layers_of_a_pattern_and_of_an_interval() -> None:
     }
     nemotron = parse_config("m", DENSE | state | {"hybrid_override_pattern": "M-M*"})
     assert nemotron.layers == ("state", "state", "full")
+    listed = {
+        "num_hidden_layers": None,
+        "layers_block_type": ["mamba", "mlp", "mamba", "attention"],
+    }
+    assert parse_config("m", DENSE | state | listed) == nemotron
     linear = {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 16,
@@ -226,6 +231,7 @@ def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: 
         ("loop_num", 2),
         ("mamba_d_ssm", 512),
         ("num_kv_shared_layers", 2),
+        ("per_layer_config", {"3": {"head_dim": 512}}),
     ],
 )
 def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: object) -> None:
@@ -265,6 +271,7 @@ def test_window_counts_only_if_it_is_used() -> None:
     config = DENSE | {"sliding_window": 4096}
     assert set(parse_config("m", config).layers) == {"window"}
     assert set(parse_config("m", config | {"use_sliding_window": False}).layers) == {"full"}
+    assert set(parse_config("m", config | {"sliding_window": 0}).layers) == {"full"}
 
 
 def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> None:
@@ -273,6 +280,12 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
     path.write_text(json.dumps({"text_config": inner, "dtype": "bfloat16"}))
     for name in (path, tmp_path):
         assert lay_out(find_model(str(name)), 16).token_bytes == 4 * 2 * 64 * 2 * 2
+
+
+def test_text_without_a_type_has_that_of_the_whole() -> None:
+    inner = DENSE | {"num_hidden_layers": 6, "sliding_window": 64}
+    model = parse_config("m", {"model_type": "gemma3", "text_config": inner})
+    assert model.layers == ("window",) * 5 + ("full",)
 
 
 @pytest.mark.parametrize(
@@ -286,6 +299,7 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
         ({"torch_dtype": None}, r"no 'dtype' and no 'torch_dtype': pass --dtype"),
         ({"torch_dtype": "int4"}, r"dtype is 'int4'; it must be one of bfloat16, .*: pass --dtype"),
         ({"kv_lora_rank": 512}, "no 'qk_rope_head_dim'"),
+        ({"sparse_attention_config": {"a": 1}}, "has 'sparse_attention_config', so its"),
         ({"index_topk": 2048}, r"has 'index_topk', so its attention keeps an index .*: pass a"),
         (
             {"layer_types": ["full_attention"]},
@@ -317,12 +331,19 @@ def test_config_without_a_field_is_refused(changed: dict[str, Any], message: str
     [
         ("llama-3.1-8b", 0, "tensor-parallel-size is 0; it must be at least 1"),
         ("llama-3.1-8b", 3, "is 3; it must divide the 8 KV heads of llama-3.1-8b, or be a multi"),
-        ("granite-4.0-h-small", 256, "is 256; it must divide the 128 state heads"),
+        ("llama-3.1-8b", 64, "is 64; it must divide the 32 attention heads of llama-3.1-8b"),
+        ("deepseek-v3", 7, "is 7; it must divide the 128 attention heads"),
     ],
 )
 def test_ranks_that_divide_no_heads_are_refused(model: str, ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         lay_out(find_model(model), 16, num_ranks=ranks)
+
+
+def test_ranks_that_divide_no_heads_of_a_state_are_refused() -> None:
+    fields = dict(PRESETS["granite-4.0-h-small"]) | {"mamba_n_heads": 12}
+    with pytest.raises(ConfigError, match="is 8; it must divide the 12 state heads"):
+        lay_out(parse_config("m", fields), 16, num_ranks=8)
 
 
 def test_unknown_model_names_the_nearest() -> None:

@@ -19,10 +19,11 @@ import pytest
 from kvstow import HitCurve, cli
 from kvstow.plan import Curves
 from kvstow.plan.page import DENSITY_LINE
-from kvstow.replay import BUNDLED_TRACE
+from kvstow.replay import BUNDLED_TRACE, ReplayConfig
 from kvstow.report import Chart, Series, Table, Text, html_page
 from kvstow.report.picture import draw_png
 
+MOST_RANKS = ReplayConfig.options()["world_size"].at_most
 SMALL = [str(BUNDLED_TRACE), "--limit", "200", "--model", "llama-3.1-8b"]
 
 
@@ -280,6 +281,7 @@ def test_result_over_a_file_that_is_in_use_is_refused(
         ("replay --disk disk --disk-blocks 9 --events", "disk.index"),
         ("replay --disk disk --disk-blocks 9 --world-size 2 --html", "disk.0"),
         ("replay --disk disk --disk-blocks 9 --world-size 2 --json-file", "disk.1.index"),
+        ("replay --disk disk --disk-blocks 9 --world-size 64 --html", f"disk.{MOST_RANKS - 1}"),
         ("tier info disk --json-file", "disk.index"),
         ("tier verify disk --json-file", "disk.index"),
     ],
@@ -569,7 +571,7 @@ def test_device_too_small_for_a_request_has_no_line_of_hit_density(
     assert json.loads(printed.out)["curves"][0]["hit_density"]["gib"] == []
     assert DENSITY_LINE not in series_of(page)
     [warning] = printed.err.splitlines()
-    assert warning.startswith("kvstow: the KV cache on the GPU holds 7 blocks, and the request of ")
+    assert warning.startswith("kvstow: the KV cache on the device holds 7 blocks, and the ")
     passed = r"pass --device-blocks (\d+) or --device-gib ([\d.]+) or more\. vLLM cannot serve"
     [(blocks, gib)] = re.findall(passed, warning)
     for option, size in ("--device-blocks", blocks), ("--device-gib", gib):
@@ -706,7 +708,7 @@ def test_token_ids_without_a_time_get_no_hint_to_convert_them(
 
 def test_pages_have_the_charts_that_they_promise(pages: dict[str, Path]) -> None:
     assert list(charts_of(pages["plan"])) == [
-        "Hits against memory, beside 24 GiB on each GPU",
+        "Hits against memory, beside 24 GiB on each device",
         "Bytes to carry",
     ]
     assert list(charts_of(pages["hybrid"])) == [

@@ -210,7 +210,7 @@ def test_simulation_keeps_every_invariant(groups: Sequence[Attention], mode: Mod
 
 
 def test_request_that_does_not_fit_into_the_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^the KV cache on the GPU holds 2 blocks, and the req"):
+    with pytest.raises(ConfigError, match=r"^the KV cache on the device holds 2 blocks, and"):
         Server(geometry(SLIDING), workload([[1, 2, 3, 4]]), 2).serve(10)
 
 

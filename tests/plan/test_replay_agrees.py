@@ -30,7 +30,6 @@ from kvstow.plan import (
     Workload,
     build_plan,
     build_workload,
-    read_traces,
 )
 from kvstow.plan.curves import exact_curves
 from kvstow.plan.simulate import Mode, Served
@@ -49,6 +48,13 @@ from kvstow.replay.model import build_model
 BLOCK = 512
 SMALL_BLOCK = 16
 MOST_OUTPUT = 40  # tokens; a replay without overlap takes a step for each
+SHARE_OF_ANSWERS = 0.3  # of the turns; the others generate one token, which is no block
+
+
+def output_tokens(one: TraceRequest) -> int:
+    """Return the length of an answer: one token, unless it can fill the prompt's last block."""
+    most = min(MOST_OUTPUT, one.output_tokens)
+    return most if one.prompt_tokens % BLOCK + most >= BLOCK else 1
 
 
 @cache
@@ -56,7 +62,7 @@ def apart() -> tuple[Workload, Trace]:
     """The first requests, each of which ends before the next arrives."""
     trace = read_trace(BUNDLED_TRACE, limit=200)
     own = [
-        replace(one, arrival_s=10_000.0 * at, output_tokens=min(MOST_OUTPUT, one.output_tokens))
+        replace(one, arrival_s=10_000.0 * at, output_tokens=output_tokens(one))
         for at, one in enumerate(trace.requests)
     ]
     planned = PlanTrace((trace.path,), BLOCK, False, [PlanRequest(one, 0) for one in own])
@@ -73,12 +79,13 @@ def chats() -> tuple[Workload, Trace]:
         ids = list(systems[min(3, int(chances.expovariate(1)))])
         for turn in range(chances.randint(1, 6)):
             ids += [next(new) for _ in range(chances.randint(1, 20))]
-            output_tokens = chances.randint(1, 3 * SMALL_BLOCK)
-            turns.append((3 * chat + 20 * turn, len(ids) * SMALL_BLOCK, output_tokens, tuple(ids)))
-            ids += [next(new) for _ in range(output_tokens // SMALL_BLOCK)]
+            answers = chances.random() < SHARE_OF_ANSWERS
+            num_tokens = chances.randint(1, 3 * SMALL_BLOCK) if answers else 1
+            turns.append((3 * chat + 20 * turn, len(ids) * SMALL_BLOCK, num_tokens, tuple(ids)))
+            ids += [next(new) for _ in range(num_tokens // SMALL_BLOCK)]
     requests = [
-        TraceRequest(number, 10_000.0 * number, input_tokens, output_tokens, ids)
-        for number, (_, input_tokens, output_tokens, ids) in enumerate(sorted(turns), 1)
+        TraceRequest(number, 10_000.0 * number, input_tokens, num_tokens, ids)
+        for number, (_, input_tokens, num_tokens, ids) in enumerate(sorted(turns), 1)
     ]
     planned = PlanTrace(("chats",), SMALL_BLOCK, False, [PlanRequest(one, 0) for one in requests])
     return build_workload(planned, SMALL_BLOCK), Trace("chats", SMALL_BLOCK, requests)
@@ -256,9 +263,12 @@ def test_partly_filled_block_takes_a_place_on_the_device(
 
 @pytest.mark.parametrize(("device", "host"), [(1024, 4096), (1024, 8192)])
 def test_replay_with_overlap_is_within_the_device_of_the_plan(device: int, host: int) -> None:
-    trace = read_trace(BUNDLED_TRACE)
+    read = read_trace(BUNDLED_TRACE)
+    own = [replace(one, output_tokens=min(100, one.output_tokens)) for one in read.requests]
+    trace = replace(read, requests=own)
     figures = replayed(trace, "full", device, host)
-    curves = exact_curves(build_workload(read_traces([BUNDLED_TRACE]), BLOCK), lambda: None)
+    planned_trace = PlanTrace((trace.path,), BLOCK, False, [PlanRequest(one, 0) for one in own])
+    curves = exact_curves(build_workload(planned_trace, BLOCK), lambda: None)
 
     hits, planned = figures.device_hits + figures.host_hits, curves.at(host)
     points = (planned - hits) / trace.num_blocks * 100

@@ -96,7 +96,7 @@ def test_no_tier_is_recommended_where_it_hits_next_to_nothing() -> None:
     choice = made.choices[0]
     assert choice.tiers is None
     assert flag(made, choice) is None
-    assert sentence(made, choice).startswith("Set no host tier beside 0.3906 MiB on each GPU: ")
+    assert sentence(made, choice).startswith("Set no host tier beside 0.3906 MiB on each device: ")
 
 
 def test_knee_of_few_hits_is_compared_with_the_largest_size() -> None:

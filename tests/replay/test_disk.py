@@ -65,8 +65,10 @@ def test_disk_returns_what_device_and_host_have_lost(tmp_path: Path) -> None:
     assert found["promoted_blocks"] == hits["disk"]
 
 
-def test_second_replay_finds_what_the_first_one_left(tmp_path: Path) -> None:
-    first, second = replayed(tmp_path / "disk"), replayed(tmp_path / "disk")
+@pytest.mark.parametrize("verify", ["all", "off"])
+def test_second_replay_finds_what_the_first_one_left(tmp_path: Path, verify: str) -> None:
+    first = replayed(tmp_path / "disk", verify=verify)
+    second = replayed(tmp_path / "disk")
     assert second["hit_blocks"]["disk"] > first["hit_blocks"]["disk"]
     assert second["demoted_blocks"] == 0, "what is there is not written again"
 

@@ -43,7 +43,7 @@ from vllm.v1.kv_cache_interface import (
 from kvstow.geometry import PRESETS, find_model, lay_out
 from kvstow.geometry.config import parse_config
 from kvstow.geometry.layout import _group_sizes, _state_bytes
-from kvstow.geometry.model_types import DEFAULTS, LATENT_TYPES, WINDOW_PERIODS
+from kvstow.geometry.model_types import DEFAULTS, FULL_BELOW, LATENT_TYPES, WINDOW_PERIODS
 
 HYBRIDS = ["gemma-3-27b", "gpt-oss-20b", "gpt-oss-120b", "granite-4.0-h-small"]
 BLOCK = 528  # room for Granite's state
@@ -113,12 +113,26 @@ def test_nearly_equal_numbers_of_layers_are_two_groups(windows: int, full: int) 
     assert [size for kind in _group_sizes([windows, full]) for size in kind] == sizes
 
 
-@pytest.mark.parametrize("model_type", [*WINDOW_PERIODS, "llama4_text", "bamba"])
-def test_layers_without_types_are_those_that_transformers_adds(model_type: str) -> None:
-    changed: dict[str, Any] = {"attn_layer_indices": [9, 18, 27]} if model_type == "bamba" else {}
+BAMBA: dict[str, Any] = {"attn_layer_indices": [9, 18, 27]}
+WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4096}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changed"),
+    [
+        *((model_type, {}) for model_type in [*WINDOW_PERIODS, "llama4_text"]),
+        ("bamba", BAMBA),
+        *((model_type, WINDOWS) for model_type in FULL_BELOW),
+        *((model_type, WINDOWS | {"max_window_layers": 0}) for model_type in FULL_BELOW),
+    ],
+)
+def test_layers_without_types_are_those_that_transformers_adds(
+    model_type: str, changed: dict[str, Any]
+) -> None:
     config = CONFIG_MAPPING[model_type](**changed).get_text_config()
     fields = config.to_dict() | {"layer_types": None, "layers_block_type": None}
     fields |= {"sliding_window_pattern": None, "model_type": model_type}
+    fields |= {"max_window_layers": changed.get("max_window_layers")}
     names = getattr(config, "layer_types", None) or config.layers_block_type
     assert (
         parse_config("m", fields).layers

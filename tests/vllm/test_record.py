@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -270,6 +271,23 @@ def test_a_slow_disk_loses_requests_and_holds_up_nobody(
     trace.close()
     assert 2 <= len(rows(path)) < 20
     assert sum("too slow" in line for line in log) == 1
+
+
+def test_a_disk_that_hangs_ends_the_recording(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    monkeypatch.setattr(record, "MAX_QUEUED_ITEMS", 10)
+    answers = threading.Event()
+    monkeypatch.setattr(record, "append_all", lambda *_: answers.wait(60))
+    trace = recorder(tmp_path / "trace.jsonl")
+    for number in range(50):
+        serve(trace, request(str(number), range(3)))
+    assert trace.is_off
+    assert trace._queue.qsize() <= 10
+    answers.set()
+    trace.close()
+    assert [line for line in log if "cannot be written" in line] == log
+    assert "its disk hangs" in log[0]
 
 
 def test_requests_without_hashes_still_have_an_id_for_each_block(tmp_path: Path) -> None:

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from kvstow._core import ConfigError
-from kvstow.geometry.model_types import DEFAULTS, LATENT_TYPES, WINDOW_PERIODS
+from kvstow.geometry.model_types import (
+    DEFAULTS,
+    FULL_BELOW,
+    LATENT_TYPES,
+    WINDOW_PERIODS,
+)
 from kvstow.geometry.quantization import declared_kv_dtype
 
 Kind = Literal["full", "window", "chunk", "state"]
@@ -45,7 +50,12 @@ _ENCODER: Final = re.compile("Bert|Roberta|Electra|Gte|Bidirectional|Encoder")
 _DECODER: Final = re.compile("ForCausalLM$|LMHeadModel$")
 # Their `config.json` may leave out `state_size`.
 _STATES_ONLY: Final = {"falcon_mamba", "mamba", "mamba2"}
-_SPARSE_INDEX: Final = ("index_topk", "compress_ratios")
+_SPARSE_INDEX: Final = (
+    "index_topk",
+    "compress_ratios",
+    "index_head_dim",
+    "sparse_attention_config",
+)
 # Fields of models whose layers differ in ways that `ModelConfig` cannot hold: a plan that ignored
 # them would be wrong by as much as ten times.
 _UNCOUNTED: Final = (
@@ -63,6 +73,7 @@ _UNCOUNTED: Final = (
     "num_attention_groups",
     "num_global_key_value_heads",
     "num_kv_shared_layers",
+    "per_layer_config",
     "swa_head_dim",
     "swa_num_key_value_heads",
 )
@@ -106,6 +117,7 @@ class ModelConfig:
         kv_dtype: the dtype of the KV cache that a quantised model declares; None for that of the
             weights.
         state_dtype: the dtype of the recurrent part of a state; None for that of the weights.
+        num_heads: attention heads, which tensor parallelism divides; 0 if the file names none.
     """
 
     name: str
@@ -119,6 +131,7 @@ class ModelConfig:
     dtype: str | None = None
     kv_dtype: str | None = None
     state_dtype: str | None = None
+    num_heads: int = 0
 
     @property
     def num_layers(self) -> Counter[Kind]:
@@ -155,7 +168,9 @@ def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     """Return what a config says; that of the language model if there are several."""
     inner = fields.get("text_config")
     if isinstance(inner, dict) and "num_hidden_layers" not in fields:
-        fields = {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
+        # Transformers names the language model after the whole, unless its own type is given.
+        own_type = {"model_type": f"{fields.get('model_type')}_text"}
+        fields = own_type | {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
     return _Fields(name, fields).model()
 
 
@@ -200,6 +215,7 @@ class _Fields:
             dtype=self._text("dtype") or self._text("torch_dtype"),
             kv_dtype=declared_kv_dtype(self._fields, is_latent=latent_values > 0),
             state_dtype=self._state_dtype(),
+            num_heads=self._heads(),
         )
 
     def _check_is_decoder(self) -> None:
@@ -254,6 +270,11 @@ class _Fields:
         value = self._fields.get(field)
         return value.removeprefix("torch.") if isinstance(value, str) else None
 
+    def _heads(self) -> int:
+        """Return the number of attention heads; 0 if a latent needs none."""
+        has_heads = self._fields.get("num_attention_heads") is not None
+        return self._count("num_attention_heads") if has_heads else 0
+
     def _kv_heads(self) -> int:
         heads = self._count("num_attention_heads")
         # Falcon has names of its own.
@@ -295,13 +316,15 @@ class _Fields:
     # -- layers --------------------------------------------------------------------------------
 
     def _layers(self) -> tuple[Kind, ...]:
-        num_layers = self._count("num_hidden_layers")
+        named = self._named_layers()
+        # Nemotron-H, as transformers saves it, has the list alone.
+        num_layers = self._count("num_hidden_layers", None if named is None else len(named))
         if num_layers > _MAX_LAYERS:
             raise ConfigError(
                 f"{self._name}: num_hidden_layers is {num_layers}; it must be at most "
                 f"{_MAX_LAYERS}: pass a model's config.json"
             )
-        names = self._layer_names(num_layers)
+        names = self._unnamed_layers(range(num_layers)) if named is None else named
         if len(names) != num_layers:
             raise ConfigError(
                 f"{self._name}: names the types of {len(names)} layers, and num_hidden_layers is "
@@ -315,16 +338,19 @@ class _Fields:
                 )
         return tuple(kind for name in names if (kind := _KINDS[name]) is not None)
 
-    def _layer_names(self, num_layers: int) -> Sequence[str]:
-        """Return the type of each layer, however the config gives them."""
+    def _named_layers(self) -> Sequence[str] | None:
+        """Return the type of each layer if the config lists them."""
         for field in ("layer_types", "layers_block_type"):
             given = self._fields.get(field)
             if isinstance(given, list):
                 return [str(name) for name in given]
         pattern = self._text("hybrid_override_pattern")
-        if pattern is not None:
-            return [_PATTERN_LETTERS.get(letter, letter) for letter in pattern]
-        layers = range(num_layers)
+        if pattern is None:
+            return None
+        return [_PATTERN_LETTERS.get(letter, letter) for letter in pattern]
+
+    def _unnamed_layers(self, layers: range) -> Sequence[str]:
+        """Return the type of each layer by the other fields."""
         is_full, other = self._full_layers(layers)
         return ["full_attention" if layer in is_full else other for layer in layers]
 
@@ -346,11 +372,24 @@ class _Fields:
                 raise self._uncounted(field)
         if self._fields.get("attention_chunk_size") is not None:
             return self._layers_without_positions(layers), "chunked_attention"
-        has_window = self._fields.get("sliding_window") is not None
-        if has_window and self._fields.get("use_sliding_window") is not False:
-            every = WINDOW_PERIODS.get(self._text("model_type") or "")
-            return _every(every, layers) if every else (), "sliding_attention"
+        if self._has_windows:
+            return self._layers_without_window(layers), "sliding_attention"
         return layers, "full_attention"
+
+    @property
+    def _has_windows(self) -> bool:
+        """Whether some layers have a sliding window; a window of 0 is none in vLLM, too."""
+        is_used = self._fields.get("use_sliding_window") is not False
+        return is_used and bool(self._fields.get("sliding_window"))
+
+    def _layers_without_window(self, layers: range) -> range:
+        model_type = self._text("model_type") or ""
+        if model_type in FULL_BELOW:
+            given = self._fields.get("max_window_layers")
+            end = 0 if given == 0 else self._count("max_window_layers", FULL_BELOW[model_type])
+            return layers[:end]
+        every = WINDOW_PERIODS.get(model_type)
+        return _every(every, layers) if every else layers[:0]
 
     def _layers_without_positions(self, layers: range) -> Container[object]:
         """Return the layers of Llama 4 without rotary positions, which have full attention."""

@@ -236,6 +236,11 @@ def _heads_per_rank(model: ModelConfig, num_ranks: int) -> int:
             f"tensor-parallel-size is {num_ranks}; it must divide the {heads} KV heads of "
             f"{model.name}, or be a multiple of them"
         )
+    if model.num_heads % num_ranks:
+        raise ConfigError(
+            f"tensor-parallel-size is {num_ranks}; it must divide the {model.num_heads} attention "
+            f"heads of {model.name}"
+        )
     return max(1, heads // num_ranks)
 
 

@@ -20,6 +20,8 @@ WINDOW_PERIODS: Final = {
     "olmo3": 4,
     "vaultgemma": 2,
 }
+# Of these models, the layers from `max_window_layers` on have a window, by default from here.
+FULL_BELOW: Final = {"qwen2": 28, "qwen2_5_vl_text": 80, "qwen2_vl_text": 80, "qwen3": 28}
 # Models of which vLLM keeps one latent per layer. Of others with `kv_lora_rank` it keeps two, as of
 # LongCat-Flash, an index or a state beside it, or whole heads.
 LATENT_TYPES: Final = (
@@ -30,6 +32,16 @@ LATENT_TYPES: Final = (
     "kimi_k2",
     "pangu_ultra_moe",
 )
+
+
+_GATED_DELTA_NET: Final = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 
 
 def _fields(  # noqa: PLR0913, PLR0917 - a row of the table below
@@ -72,7 +84,10 @@ DEFAULTS: Final[Mapping[str, Mapping[str, object]]] = {
     "qwen2_5_vl_text": _fields(80, 64, 8, 8192, use_sliding_window=False),
     "qwen2_vl_text": _fields(80, 64, 8, 8192, use_sliding_window=False),
     "qwen3": _fields(32, 32, 32, 4096, 128, use_sliding_window=False),
+    "qwen3_5_moe_text": _fields(40, 16, 2, 2048, 256, **_GATED_DELTA_NET),
+    "qwen3_5_text": _fields(32, 16, 4, 4096, 256, **_GATED_DELTA_NET),
     "qwen3_moe": _fields(24, 32, 4, 2048, use_sliding_window=False),
+    "qwen3_next": _fields(48, 16, 2, 2048, 256, **_GATED_DELTA_NET),
     "qwen3_vl_moe_text": _fields(24, 16, 16, 2048),
     "qwen3_vl_text": _fields(32, 32, 32, 4096, 128),
     "seed_oss": _fields(64, 80, 8, 4096, 128),

@@ -18,7 +18,9 @@ _FAR_MORE: Final = 2  # times what the recommended size saves: the curve bends a
 def sentence(plan: Plan, choice: Choice) -> str:
     """Return the recommendation for one device."""
     row = choice.judged
-    beside = "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each GPU"
+    beside = (
+        "" if choice.device_gib is None else f" beside {size(choice.device_gib)} on each device"
+    )
     # The policy of the table need not be that of the curve.
     of = " of the LRU curve" if choice.curves.is_exact and plan.options.policy != "lru" else ""
     knee = f"the knee{of} is at {knee_size(plan, choice)}"

@@ -104,7 +104,7 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
     lines.append(Series("unlimited memory", [0, last], [infinite, infinite]))
     beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
-        beside = f", beside {size(choice.device_gib)} on each GPU"
+        beside = f", beside {size(choice.device_gib)} on each device"
         point = (
             "With LRU and eager stores, a host tier no larger than the device's cache adds nothing."
         )

@@ -145,7 +145,7 @@ class Server:
         last_digit = 10.0 ** (math.floor(math.log10(gib)) - 3)
         gib = math.ceil(gib / last_digit) * last_digit  # of four; a size below has no room
         return (
-            f"the KV cache on the GPU holds {num_device} blocks, and the request of "
+            f"the KV cache on the device holds {num_device} blocks, and the request of "
             f"{max(self.workload.total_tokens)} tokens needs {num_needed}: pass --device-blocks "
             f"{num_needed + 1} or --device-gib {gib:.4g} or more"
         )

@@ -45,6 +45,8 @@ logger = logging.getLogger("vllm." + __name__)
 SALT_BYTES: Final = 32
 # Blocks of requests that wait for the thread: 80 MiB of hashes.
 MAX_QUEUED_BLOCKS: Final = 1 << 20
+# Arrivals and ends of requests that wait for the thread: 50 MiB.
+MAX_QUEUED_ITEMS: Final = 1 << 18
 # Lines of requests that have ended, and wait for an earlier one that runs.
 MAX_HELD_BYTES: Final = 64 << 20
 # Memory of a line beside its text.
@@ -141,7 +143,7 @@ class TraceRecorder:
         """Take the arrival of a request that vLLM admits for the first time."""
         if not self.is_off:
             timestamp = max(0, round((request.arrival_time - self._start_s) * 1000))
-            self._queue.put((request.request_id, timestamp))
+            self._put((request.request_id, timestamp))
 
     def finished(self, request: Request) -> None:
         """Take a request that has ended."""
@@ -154,7 +156,7 @@ class TraceRecorder:
             self._lose(request.request_id)
             return
         self._num_queued_blocks += len(hashes)
-        self._queue.put(
+        self._put(
             _Ended(request.request_id, request.num_prompt_tokens, request.num_output_tokens, hashes)
         )
         if self._thread is None:
@@ -181,7 +183,23 @@ class TraceRecorder:
                 self.path,
             )
         self._num_lost += 1
-        self._queue.put(_Ended(request_id, 0, 0, ()))
+        self._put(_Ended(request_id, 0, 0, ()))
+
+    def _put(self, item: tuple[str, int] | _Ended) -> None:
+        """Give the thread an arrival or an end; a disk that hangs ends the recording."""
+        if self._queue.qsize() < MAX_QUEUED_ITEMS:
+            self._queue.put(item)
+            return
+        self.is_off = True
+        self._warn_of_end("its disk hangs")
+
+    def _warn_of_end(self, why: object) -> None:
+        logger.warning(
+            "kvstow: the trace %r cannot be written (%s), so the recording ends. Make room, and "
+            "restart the server to record again",
+            self.path,
+            why,
+        )
 
     # -- the thread -----------------------------------------------------------------------------
 
@@ -194,12 +212,7 @@ class TraceRecorder:
             if not self.is_off:
                 self._write_lines(all_ended=True)
         except Exception as error:
-            logger.warning(
-                "kvstow: the trace %r cannot be written (%s), so the recording ends. Make room, "
-                "and restart the server to record again",
-                self.path,
-                error,
-            )
+            self._warn_of_end(error)
         finally:
             self._stop()
 
