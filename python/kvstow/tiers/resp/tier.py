@@ -14,7 +14,8 @@ How it could serve a wrong block, and what prevents it:
   what is there.
 
 A part of a job may concern several servers. All are asked, and then read in the order in which they
-answer. Those to which the thread has no connection come last, because connecting may hang.
+answer. Those to which the thread has no connection come last, because connecting may hang. One that
+hangs is given up a little before the job is late, because a late job loses the blocks of all.
 
 What the outcome of a call means for the connection, the list of servers and the breaker:
 
@@ -54,6 +55,8 @@ _FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
+# Of the time of a job, what the servers have if there are several.
+_OF_SEVERAL: Final = 0.9
 
 
 class RespTier(QueuedTier):
@@ -127,7 +130,7 @@ class _Call:
     Attributes:
         node: the server.
         part: its blocks, and what the server has said of them.
-        until_s: when the job ends.
+        until_s: when the server has had its time.
         is_put: whether it is a put.
         num_left: servers that have yet to be asked, this one included.
         begin_s: when the server was asked, or was found to answer.
@@ -167,8 +170,11 @@ class _Connections:
         tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         assigned = self._current_topology(job).assign(keys)
+        now_s = time.monotonic()
+        share = _OF_SEVERAL if len(assigned) > 1 else 1.0
+        until_s = now_s + share * (job.until_s - now_s)
         calls = [
-            self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
+            self._call(job, node, [part[at] for at in places], [keys[at] for at in places], until_s)
             for node, places in assigned.items()
         ]
         try:
@@ -226,7 +232,9 @@ class _Connections:
 
     # -- one call to one server ------------------------------------------------------------------
 
-    def _call(self, job: Job, node: Node, positions: list[int], keys: list[bytes]) -> _Call:
+    def _call(
+        self, job: Job, node: Node, positions: list[int], keys: list[bytes], until_s: float
+    ) -> _Call:
         part = Part(
             positions,
             keys,
@@ -235,7 +243,7 @@ class _Connections:
             [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
         )
         is_put = job.operation == "put"
-        call = _Call(node, part, job.until_s, is_put)
+        call = _Call(node, part, until_s, is_put)
         call.steps = self._steps(job, call)
         return call
 
@@ -274,7 +282,7 @@ class _Connections:
         if not tier.health.may_ask(node, is_put=call.is_put):
             raise TransferError(f"{node} has failed and is left alone for a while")
         wire = self._wire(call)
-        seconds_left(job.until_s)
+        seconds_left(call.until_s)
         self._begin(call)
         memory = Memory(tier.rows, tier.sums)
         try:
