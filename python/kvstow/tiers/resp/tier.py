@@ -169,7 +169,7 @@ class _Connections:
         """Ask each server for the blocks that it has."""
         tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        assigned = self._current_topology(job).assign(keys)
+        assigned = self._assigned(job, keys)
         now_s = time.monotonic()
         share = _OF_SEVERAL if len(assigned) > 1 else 1.0
         until_s = now_s + share * (job.until_s - now_s)
@@ -193,6 +193,23 @@ class _Connections:
             raise errors[0]
 
     # -- which servers are asked ---------------------------------------------------------------
+
+    def _assigned(self, job: Job, keys: list[bytes]) -> dict[Node, list[int]]:
+        """Return the positions of the keys that each server has.
+
+        A server that is no master any more closes its connections. So the cluster or Sentinel is
+        asked first, if one is closed.
+
+        Raises:
+            TransferError: no server has said it yet.
+        """
+        nodes = self._tier.nodes
+        assigned = self._current_topology(job).assign(keys)
+        closed = [node for node in assigned.keys() & self._wires if not self._wires[node].is_idle]
+        for node in closed:
+            self._drop(node)
+            nodes.doubt()
+        return self._current_topology(job).assign(keys) if closed and nodes.must_ask else assigned
 
     def _current_topology(self, job: Job) -> Topology:
         """Return which server has which key, and let go of servers that have none any more.
@@ -314,13 +331,10 @@ class _Connections:
 
     def _wire(self, call: _Call) -> Wire:
         """Return a connection to a server."""
-        node, nodes = call.node, self._tier.nodes
-        if node in self._wires and not self._wires[node].is_idle:
-            self._drop(node)
-            nodes.doubt()  # a server that is no master any more closes its connections
+        node = call.node
         if node not in self._wires:
             limit_s = seconds_left(call.until_s) / call.num_left
-            self._wires[node] = nodes.connect(node, limit_s)
+            self._wires[node] = self._tier.nodes.connect(node, limit_s)
         return self._wires[node]
 
     def _drop(self, node: Node) -> None:
