@@ -15,6 +15,7 @@ from tests.interrupts import is_interrupted
 from kvstow import ConfigError, KvstowError, StateError, TransferError
 from kvstow.tiers import asking
 from kvstow.tiers.asking import MAX_KEYS, Answer, Asker, Key, Question
+from kvstow.tiers.breaker import Breaker
 
 LONG_S = 20.0
 
@@ -273,6 +274,18 @@ def test_a_failed_store_is_left_alone(
     assert answer(asker.ask([key(5)])) == [True]
     assert "says again" in caplog.text
     assert len(caplog.records) == 2
+
+
+def test_calls_that_fail_together_make_one_pause(clock: Clock) -> None:
+    breaker = Breaker(clock=clock)
+    for pause_s in (1.0, 2.0, 4.0):
+        assert breaker.may_try()
+        for _ in range(8):
+            breaker.failed()
+        clock.now_s += pause_s - 0.1
+        assert not breaker.may_try()
+        clock.now_s += 0.1
+    assert breaker.may_try()
 
 
 def test_an_error_without_a_hit_is_no_answer(

@@ -32,6 +32,7 @@ class Breaker:
         self._num_failed = 0
         self._pause_s = FIRST_PAUSE_S
         self._open_until = 0.0
+        self._is_trying = False
 
     @property
     def is_open(self) -> bool:
@@ -50,22 +51,28 @@ class Breaker:
             if now_s < self._open_until:
                 return False
             self._open_until = now_s + self._pause_s  # for the others
+            self._is_trying = True
             return True
 
     def succeeded(self) -> bool:
         """Close the breaker, and return whether it was open."""
         with self._lock:
             was_open = self._num_failed >= self._num_allowed
-            self._num_failed, self._pause_s = 0, FIRST_PAUSE_S
+            self._num_failed, self._pause_s, self._is_trying = 0, FIRST_PAUSE_S, False
         return was_open
 
     def failed(self) -> bool:
-        """Count a failure, and return whether it opens the breaker for the first time."""
+        """Count a failure, and return whether it opens the breaker for the first time.
+
+        Calls that were under way when it opened may fail too. They make no pause longer.
+        """
         with self._lock:
             self._num_failed += 1
             if self._num_failed < self._num_allowed:
                 return False
             is_first = self._num_failed == self._num_allowed
-            self._open_until = self._clock() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
+            if is_first or self._is_trying:
+                self._is_trying = False
+                self._open_until = self._clock() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
         return is_first

@@ -17,6 +17,7 @@ from kvstow.tiers.resp.address import Node
 from kvstow.transfer import HostArena
 
 ALL_SLOTS = range(16384)
+_NO_HOST = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$64\r\n" + b"a" * 64 + b"\r\n:1\r\n"
 _TOO_MANY = b"*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$1\r\na\r\n:1\r\n"
 
 
@@ -159,7 +160,7 @@ def test_a_master_that_closes_its_connections_leads_to_the_next_one(
         second.values |= first.values
         present = second
         first.hang_up()
-        get(tier)
+        time.sleep(0.02)  # the end arrives
         assert get(tier).ok.all()
         assert second.asked[b"GET"] == 16
 
@@ -248,6 +249,21 @@ def test_a_slot_that_has_moved_is_found(small_arena: HostArena, stack: ExitStack
         assert len(new.values) == 16
 
 
+@pytest.mark.usefixtures("_asks_at_once")
+def test_the_other_servers_are_asked_if_those_of_the_url_are_gone(
+    small_arena: HostArena, stack: ExitStack
+) -> None:
+    named, other = cluster_of(stack, range(8192), range(8192, 16384))
+    with opened(small_arena, f"redis+cluster://127.0.0.1:{named.port}") as tier:
+        assert put(tier).ok.all()
+        answer = slots_of((ALL_SLOTS, other))
+        other.override = lambda words, _: answer if words[0] == b"CLUSTER" else None
+        named.close()
+        put(tier)
+        assert put(tier).ok.all()
+        assert tier.nodes._sources[0].port == named.port, "it is asked first once it is back"
+
+
 def test_keys_of_slots_that_no_server_has_fail_alone(
     small_arena: HostArena, stack: ExitStack
 ) -> None:
@@ -268,6 +284,7 @@ def test_keys_of_slots_that_no_server_has_fail_alone(
         (b"$-1\r\n", "expected a list of servers, got None"),
         (b"*1\r\n*2\r\n:0\r\n:5\r\n", "expected a list of servers"),
         (_TOO_MANY, "expected a list of servers"),
+        (_NO_HOST, "its name cannot be looked up"),
         (b"*9999999\r\n", "an answer has 9999999 parts"),
         (b"*1\r\n" * 9 + b":1\r\n", "expected an answer"),
         (b"-NOPERM no permissions\r\n", "the access list refused a command"),

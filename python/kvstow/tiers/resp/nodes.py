@@ -7,8 +7,9 @@
   password, all are asked again with that of the servers.
 
 A cluster or Sentinel is asked again after an error, at most once a second. The server of the URL
-that answered last is asked first. One that hangs has only its share of the time, so that the others
-are asked too.
+that answered last is asked first. If none of the URL answers, the servers of the cluster are asked
+that were known last. One that hangs has only its share of the time, so that the others are asked
+too.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ class Nodes:
             limit_s: the most seconds for each step, such as the login; 0.25 at least.
 
         Raises:
-            redis.RedisError: no connection.
+            redis.RedisError: no connection; or another one of `errors`.
         """
         return self._connect(node, limit_s, dict(self._options, db=self.address.database))
 
@@ -173,7 +174,12 @@ class Nodes:
         else:
             kind = redis.SSLConnection if self.address.is_encrypted else redis.Connection
             made = kind(host=node.host, port=node.port, **options)
-        return Wire(made)
+        try:
+            return Wire(made)
+        except ValueError as error:  # of the system's resolver, or of redis-py, which then goes on
+            made.disconnect()
+            why = "its name cannot be looked up, or it does not speak RESP"
+            raise WireError(why) from error
 
     def _limits(self, limit_s: float) -> dict[str, float]:
         limit_s = min(max(limit_s, _MIN_CONNECT_S), self._timeout_s)
@@ -223,15 +229,17 @@ class Nodes:
             self._lock.release()
 
     def _ask_all(self, until_s: float) -> Topology:
-        """Return the answer of the first server of the URL that knows one."""
+        """Return the answer of the first server that knows one."""
         errors: list[tuple[Node, Exception]] = []
-        num_left = len(self._asking_options) * len(self._sources)
+        is_cluster = self.address.kind == "cluster"
+        more = self.known.servers if is_cluster and self.known is not None else ()
+        num_left = len(self._asking_options) * len({*self._sources, *more})
         for options in self._asking_options:
             if options is not self._asking_options[0]:
                 if not any(isinstance(error, self._wants_login) for _, error in errors):
                     break
                 errors.clear()
-            for node in list(self._sources):
+            for node in dict.fromkeys([*self._sources, *more]):
                 left_s = until_s - time.monotonic()
                 if errors and left_s <= 0:  # the next job begins with this one
                     break
@@ -242,9 +250,10 @@ class Nodes:
                 except self.errors as error:
                     errors.append((node, error))
                 num_left -= 1
-                self._sources.rotate(-1)
+                if node == self._sources[0]:
+                    self._sources.rotate(-1)
         for _, found_error in errors:
-            if isinstance(found_error, Refusal) or self.address.kind == "cluster":
+            if isinstance(found_error, Refusal) or is_cluster:
                 raise found_error
         why = ", ".join(f"{node} - {type(one).__name__}" for node, one in errors)
         raise NoMaster(f"No master found for {self.address.service!r} : {why}")

@@ -14,7 +14,8 @@ How it could serve a wrong block, and what prevents it:
   what is there.
 
 A part of a job may concern several servers. All are asked, and then read in the order in which they
-answer. Those to which the thread has no connection come last, because connecting may hang.
+answer. Those to which the thread has no connection come last, because connecting may hang. One that
+hangs is given up a little before the job is late, because a late job loses the blocks of all.
 
 What the outcome of a call means for the connection, the list of servers and the breaker:
 
@@ -54,6 +55,8 @@ _FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
+# Of the time of a job, what the servers have if there are several.
+_OF_SEVERAL: Final = 0.9
 
 
 class RespTier(QueuedTier):
@@ -127,7 +130,7 @@ class _Call:
     Attributes:
         node: the server.
         part: its blocks, and what the server has said of them.
-        until_s: when the job ends.
+        until_s: when the server has had its time.
         is_put: whether it is a put.
         num_left: servers that have yet to be asked, this one included.
         begin_s: when the server was asked, or was found to answer.
@@ -166,9 +169,12 @@ class _Connections:
         """Ask each server for the blocks that it has."""
         tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
-        assigned = self._current_topology(job).assign(keys)
+        assigned = self._assigned(job, keys)
+        now_s = time.monotonic()
+        share = _OF_SEVERAL if len(assigned) > 1 else 1.0
+        until_s = now_s + share * (job.until_s - now_s)
         calls = [
-            self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
+            self._call(job, node, [part[at] for at in places], [keys[at] for at in places], until_s)
             for node, places in assigned.items()
         ]
         try:
@@ -187,6 +193,23 @@ class _Connections:
             raise errors[0]
 
     # -- which servers are asked ---------------------------------------------------------------
+
+    def _assigned(self, job: Job, keys: list[bytes]) -> dict[Node, list[int]]:
+        """Return the positions of the keys that each server has.
+
+        A server that is no master any more closes its connections. So the cluster or Sentinel is
+        asked first, if one is closed.
+
+        Raises:
+            TransferError: no server has said it yet.
+        """
+        nodes = self._tier.nodes
+        assigned = self._current_topology(job).assign(keys)
+        closed = [node for node in assigned.keys() & self._wires if not self._wires[node].is_idle]
+        for node in closed:
+            self._drop(node)
+            nodes.doubt()
+        return self._current_topology(job).assign(keys) if closed and nodes.must_ask else assigned
 
     def _current_topology(self, job: Job) -> Topology:
         """Return which server has which key, and let go of servers that have none any more.
@@ -226,7 +249,9 @@ class _Connections:
 
     # -- one call to one server ------------------------------------------------------------------
 
-    def _call(self, job: Job, node: Node, positions: list[int], keys: list[bytes]) -> _Call:
+    def _call(
+        self, job: Job, node: Node, positions: list[int], keys: list[bytes], until_s: float
+    ) -> _Call:
         part = Part(
             positions,
             keys,
@@ -235,7 +260,7 @@ class _Connections:
             [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
         )
         is_put = job.operation == "put"
-        call = _Call(node, part, job.until_s, is_put)
+        call = _Call(node, part, until_s, is_put)
         call.steps = self._steps(job, call)
         return call
 
@@ -274,7 +299,7 @@ class _Connections:
         if not tier.health.may_ask(node, is_put=call.is_put):
             raise TransferError(f"{node} has failed and is left alone for a while")
         wire = self._wire(call)
-        seconds_left(job.until_s)
+        seconds_left(call.until_s)
         self._begin(call)
         memory = Memory(tier.rows, tier.sums)
         try:
@@ -306,13 +331,10 @@ class _Connections:
 
     def _wire(self, call: _Call) -> Wire:
         """Return a connection to a server."""
-        node, nodes = call.node, self._tier.nodes
-        if node in self._wires and not self._wires[node].is_idle:
-            self._drop(node)
-            nodes.doubt()  # a server that is no master any more closes its connections
+        node = call.node
         if node not in self._wires:
             limit_s = seconds_left(call.until_s) / call.num_left
-            self._wires[node] = nodes.connect(node, limit_s)
+            self._wires[node] = self._tier.nodes.connect(node, limit_s)
         return self._wires[node]
 
     def _drop(self, node: Node) -> None:
