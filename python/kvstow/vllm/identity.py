@@ -54,7 +54,7 @@ from kvstow import ConfigError, __version__
 from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.model import Model
-from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.options import WHERE, Options, path_of_engine
 from kvstow.vllm.shaping import (
     digest_of,
     has_code_elsewhere,
@@ -106,9 +106,8 @@ class Identity:
     def path(self) -> str:
         """The slot file of this rank: one for each rank of each data-parallel engine."""
         parallel = self.config.parallel_config
-        engine = getattr(parallel, "data_parallel_index", 0)
-        name = f"rank{self.rank}-of-{parallel.world_size}" + (f".engine{engine}" if engine else "")
-        return os.path.join(str(self.options.disk_path), name)
+        name = f"rank{self.rank}-of-{parallel.world_size}"
+        return path_of_engine(os.path.join(str(self.options.disk_path), name), parallel)
 
     @property
     def why_private(self) -> str:
