@@ -115,6 +115,16 @@ def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> N
             KVStowConnector(config, role, cache_config(FULL))
 
 
+def test_each_data_parallel_engine_writes_files_of_its_own(folder: Path, tmp_path: Path) -> None:
+    options = {"events_path": str(tmp_path / "events"), "record_trace": str(tmp_path / "trace")}
+    config = engine_config(folder, {"num_cpu_blocks": 4} | options)
+    for engine in range(2):
+        config.parallel_config.data_parallel_index = engine
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL)).shutdown()
+    written = {path.name for path in tmp_path.iterdir()}
+    assert written == {"events", "events.engine1", "trace", "trace.engine1"}
+
+
 @pytest.mark.parametrize(
     ("disk", "worker_s", "backend", "shutdown_s", "warns"),
     [

@@ -19,6 +19,7 @@ from vllm.config import (
     CacheConfig,
     KernelConfig,
     MultiModalConfig,
+    ParallelConfig,
     SpeculativeConfig,
     VllmConfig,
 )
@@ -148,6 +149,19 @@ OTHERS: dict[str, Change] = {
     "kernels of one quantization": of(
         "config.kernel_config.linear_backend_per_quant", {"nvfp4_w4a16": "humming"}
     ),
+    "kernels of states": of("config.mamba_config", SimpleNamespace(backend="flashinfer")),
+    "kernels of gated delta nets": of(
+        "config.additional_config", {"gdn_prefill_backend": "flashinfer"}
+    ),
+    "settings of a platform": of(
+        "config.additional_config", SimpleNamespace(compute_hash=lambda: "another hash")
+    ),
+    "experts on ranks of their own": of("config.parallel_config.enable_expert_parallel", True),
+    "balanced experts": of("config.parallel_config.enable_eplb", True),
+    "exchange of the experts' tokens": of(
+        "config.parallel_config.all2all_backend", "deepep_low_latency"
+    ),
+    "experts of several engines": of("config.parallel_config.data_parallel_size", 2),
     "kernels of the drafts' experts": of(
         "config.speculative_config", SimpleNamespace(moe_backend="marlin")
     ),
@@ -219,6 +233,9 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
         return {field.name for field in fields(cls)}
 
     assert set(shaping_module._OF_STATES) <= settings(CacheConfig)
+    of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size"}
+    assert of_ranks <= settings(ParallelConfig)
+    assert {"mamba_config", "additional_config"} <= settings(VllmConfig)
     assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
     assert "mm_encoder_fp8_scale_path" in settings(MultiModalConfig)
     variables = {

@@ -32,7 +32,7 @@ from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
-from kvstow.vllm.options import Options
+from kvstow.vllm.options import Options, path_of_engine
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
@@ -118,7 +118,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             # device's blocks bound the number of contents.
             self._host_events = HostEvents(kv_cache_config, max_blocks=2 * model.num_blocks)
         if options.events_path is not None:
-            self._event_file = EventFile(options.events_path)
+            self._event_file = EventFile(path_of_engine(options.events_path, parallel))
         model = replace(model, tokens_per_vllm_hash=tokens_per_hash)
         self._observer = Observer.of(vllm_config, kv_cache_config, model, options)
         self._scheduler: SchedulerHalf

@@ -18,8 +18,8 @@ and what prevents it:
   (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
-- Other rounding, or random experts, by kernels that the user names or by variables of vLLM's: those
-  that `shaping` lists.
+- Other rounding, or random experts, by kernels that the user names, by variables of vLLM's, or by
+  where experts run: those that `shaping` lists.
 - Other tokens of a block on a rank, of which the shapes are the same: how many tokens in a row
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its
@@ -54,7 +54,7 @@ from kvstow import ConfigError, __version__
 from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.model import Model
-from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.options import WHERE, Options, path_of_engine
 from kvstow.vllm.shaping import (
     digest_of,
     has_code_elsewhere,
@@ -106,9 +106,8 @@ class Identity:
     def path(self) -> str:
         """The slot file of this rank: one for each rank of each data-parallel engine."""
         parallel = self.config.parallel_config
-        engine = getattr(parallel, "data_parallel_index", 0)
-        name = f"rank{self.rank}-of-{parallel.world_size}" + (f".engine{engine}" if engine else "")
-        return os.path.join(str(self.options.disk_path), name)
+        name = f"rank{self.rank}-of-{parallel.world_size}"
+        return path_of_engine(os.path.join(str(self.options.disk_path), name), parallel)
 
     @property
     def why_private(self) -> str:

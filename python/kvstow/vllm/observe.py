@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from vllm.v1.request import Request
 
 from kvstow.vllm.model import Model
-from kvstow.vllm.options import Options
+from kvstow.vllm.options import Options, path_of_engine
 from kvstow.vllm.record import TraceRecorder
 from kvstow.vllm.shadow import ShadowTier
 
@@ -83,8 +83,7 @@ class Observer:
         """
         parallel, recorder = config.parallel_config, None
         if options.record_trace is not None:
-            engine = getattr(parallel, "data_parallel_index", 0)
-            path = options.record_trace + (f".engine{engine}" if engine else "")
+            path = path_of_engine(options.record_trace, parallel)
             recorder = TraceRecorder(path, model, max_bytes=options.record_trace_bytes)
         shadow = ShadowTier(
             model,

@@ -208,6 +208,17 @@ def _check_below(options: Options, given: Mapping[str, Any]) -> None:
             raise ConfigError(f"{WHERE}.shared: {error}") from error
 
 
+def path_of_engine(path: str, parallel: Any) -> str:
+    """Return the path of a data-parallel engine's own file: engine N above 0 adds `.engineN`.
+
+    Args:
+        path: what the user has named.
+        parallel: vLLM's configuration of the engine.
+    """
+    engine = getattr(parallel, "data_parallel_index", 0)
+    return f"{path}.engine{engine}" if engine else path
+
+
 def _refused(name: str, value: object, rule: str) -> ConfigError:
     return ConfigError(f"{name} is {short_repr(value)}, and it must be {rule}")
 
@@ -237,7 +248,8 @@ class Options:
             failed load recomputes.
         verify: "checksum" compares every loaded block with the checksum of its store, and
             recomputes those that differ. "off" trusts host memory.
-        events_path: a file that gets a JSON line for each transfer that begins, commits or ends.
+        events_path: a file that gets a JSON line for each transfer that begins, commits or ends. A
+            data-parallel engine of index N above 0 adds `.engineN` to the name.
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             also of vLLM's own cache alone, and empties the tier if the content has changed. Needs

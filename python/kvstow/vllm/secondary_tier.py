@@ -57,6 +57,7 @@ from kvstow import ConfigError, TransferError
 from kvstow.arguments import is_path
 from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
+from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_identity import chunks_fingerprint
 from kvstow.vllm.weights import WeightsVersion
 
@@ -168,8 +169,7 @@ class KVStowDisk(SecondaryTierManager):
         )
         self._version = WeightsVersion(weights_version_path)
         self._keeps_on_reset = weights_version_path is not None
-        engine = offloading_spec.config.parallel.data_parallel_index
-        place = path if not engine else f"{path}.engine{engine}"
+        place = path_of_engine(path, offloading_spec.config.parallel)
         fingerprint, is_known = chunks_fingerprint(offloading_spec, place, weights_version_path)
         self._arena: Final = BorrowedArena(primary_kv_view)
         file = SlotFile(

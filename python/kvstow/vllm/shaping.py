@@ -35,6 +35,8 @@ _OF_STATES: Final = (
     "use_replayssm",
     "replayssm_buffer_len",
 )
+# Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
+_OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
 # Variables by which vLLM rounds weights, activations or sums otherwise, chooses kernels that do, or
 # computes something else. A kernel of the same number formats does not count. A version of vLLM
 # does not have all of them.
@@ -122,6 +124,7 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
         # Some choose another kernel if they are set, even to their default.
         "numerics": digest_of([(_variable(name), name in os.environ) for name in _NUMERIC]),
         "backends": digest_of(_backends(config)),
+        "experts": digest_of(_experts(config)),
         "attention": digest_of(
             [
                 getattr(config, "attention_config", None),
@@ -146,8 +149,10 @@ def _states(config: VllmConfig) -> list[Any]:
     settings = [getattr(config.cache_config, name, None) for name in _OF_STATES]
     drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
     has_states = getattr(config.model_config, "has_inner_state", True)
+    # Its kernels, which may round at random.
+    kernels = getattr(config, "mamba_config", None)
     # A state has rows for the drafts. A block of keys and values does not depend on them.
-    return [*settings, _variable(_STATE_LAYOUT), drafts if has_states else 0]
+    return [*settings, kernels, _variable(_STATE_LAYOUT), drafts if has_states else 0]
 
 
 def _variable(name: str) -> Any:
@@ -162,7 +167,22 @@ def _backends(config: VllmConfig) -> list[Any]:
     """Return the kernels that the user names, some of which round weights or activations."""
     kernels = vars(config.kernel_config).items() if hasattr(config, "kernel_config") else ()
     named = sorted((name, value) for name, value in kernels if "backend" in name)
-    return [*named, getattr(config.speculative_config, "moe_backend", None)]
+    # `--gdn-prefill-backend` is here, and what a plugin of a platform reads.
+    more: Any = getattr(config, "additional_config", None)
+    others = more.compute_hash() if hasattr(more, "compute_hash") else more
+    return [*named, getattr(config.speculative_config, "moe_backend", None), others or None]
+
+
+def _experts(config: VllmConfig) -> list[Any]:
+    """Return what decides, beside their names, how many bits the kernels of experts round to.
+
+    vLLM chooses among the kernels that can do what these settings ask for. Some that can keep 16
+    bits of an activation, and others 8.
+    """
+    parallel = config.parallel_config
+    settings = [getattr(parallel, name, None) for name in _OF_EXPERTS]
+    # vLLM says 1 to each engine of a model without experts.
+    return [*settings, getattr(parallel, "data_parallel_size", 1) > 1]
 
 
 def _media(settings: Any) -> list[Any]:
