@@ -10,6 +10,7 @@ import pytest
 from tests.engine.sleep_world import WHO, FailingMover, prompt, state, world
 
 from kvstow import (
+    HOST,
     ConfigError,
     OutOfBlocks,
     SnapshotError,
@@ -140,7 +141,7 @@ def test_files_have_the_version_that_the_last_reset_named(tmp_path: Path) -> Non
         it.sleep(to=old, **one)
         it.wake(**one)
         it.engine.reset(weights_version="2")
-        with pytest.raises(ConfigError, match="last reset has named the weights '2'; pass that"):
+        with pytest.raises(ConfigError, match="has named the weights '2'; pass that"):
             it.sleep(to=new, **one)
         assert not new.exists()
         it.sleep(to=new, **two)
@@ -152,6 +153,28 @@ def test_files_have_the_version_that_the_last_reset_named(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="weights_version is '1', but the last reset"):
             it.engine.restart(old, after=READY, **one)
         it.engine.restart(new, after=READY, **two)
+
+
+def test_blocks_keep_the_version_that_they_came_with(tmp_path: Path) -> None:
+    """Without a reset, blocks of weights "1" would be served as those of weights "2"."""
+    one: dict[str, Any] = {"identity": "a", "weights_version": "1"}
+    two = one | {"weights_version": "2"}
+    with world() as it:
+        it.sleep(to=tmp_path / "old", **one)
+        it.wake(**one)
+        for to in HOST, tmp_path / "new":
+            with pytest.raises(ConfigError, match="wake or restart has named the weights '1'"):
+                it.sleep(to=to, **two)
+        it.sleep()  # it names none
+        it.wake()
+        with pytest.raises(ConfigError, match="has named the weights '1'"):
+            it.sleep(to=tmp_path / "new", **two)
+    with world() as it:
+        it.engine.restart(tmp_path / "old", after=READY, **one)
+        with pytest.raises(ConfigError, match="or reset with that of new weights"):
+            it.sleep(to=tmp_path / "new", **two)
+        it.engine.reset(weights_version="2")
+        it.sleep(to=tmp_path / "new", **two)
 
 
 def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:

@@ -130,6 +130,19 @@ def test_from_arrays_finds_each_block_row() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_layout_is_made_of_values_and_generators(kind: str) -> None:
+    make: Any = pytest.importorskip(kind).zeros
+    layers = {"layer 0": make((5, 8)), "layer 1": make((5, 8))}
+    build: Any = BlockLayout.from_arrays if kind == "numpy" else BlockLayout.from_tensors
+    expected = build(list(layers.values()))
+    for several in layers.values(), (layer for layer in layers.values()):
+        layout = build(several)
+        assert layout == expected
+        assert layout.num_blocks == 5
+        assert list(map(id, layout.owners)) == list(map(id, layers.values()))
+
+
 def test_one_array_is_no_list_of_arrays() -> None:
     """It would pass as a list of its blocks, and wrong bytes would come back."""
     with pytest.raises(ConfigError, match=r"one object of shape \(9, 16, 2\).*pass \[arrays\] if"):

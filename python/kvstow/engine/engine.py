@@ -208,7 +208,7 @@ class Engine(Closing):
             built.pop_all()
         self._state = State(blueprint, ledger, scheduler, ranks)
         self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s, opened)
-        # As the last reset has named the weights, if it has.
+        # As the last reset, wake or restart has named the weights, if it has.
         self._weights_version: str | None = None
         self._attach_disk()
 
@@ -692,7 +692,8 @@ class Engine(Closing):
             StateError: the engine sleeps already, or is closed. Or `to` is a file, and a tier below
                 the host does not know the weights, since a `reset` without a name.
             ConfigError: `after` is no `Event`, `to` is no path, a file comes without identity and
-                weights version, or the tier below the host or the last `reset` has others.
+                weights version, or the tier below the host has others, or the last `reset`, `wake`
+                or `restart` has named other weights.
 
         If it raises, the engine is awake as before. But copies in flight have ended, and the host
         may have evicted blocks to make room.
@@ -766,6 +767,7 @@ class Engine(Closing):
         self.flush_events()
         device = NewDevice(ranks, num_blocks, block_ids, after)
         awake = awaken(state, Model(identity, weights_version), device)
+        self._weights_version = weights_version or self._weights_version
         self._attach_disk()
         return awake
 
@@ -822,6 +824,7 @@ class Engine(Closing):
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
         model = Model(identity, weights_version)
         awake = restart(state, path, model, device, requests=requests)
+        self._weights_version = weights_version
         self._attach_disk()
         return awake
 
@@ -893,14 +896,14 @@ class Engine(Closing):
         return self._state
 
     def _check_model(self, identity: str, weights_version: str, *, in_file: bool) -> None:
-        """Refuse a snapshot of another model than the tier below the host or a reset has named."""
+        """Refuse a snapshot of another model than this engine or its tier has been given."""
         disk, named = self._copies.disk, self._weights_version
         if disk is not None:
             disk.check_is_of(identity, weights_version, in_file=in_file)
-        elif in_file and named not in (None, weights_version):
+        elif (in_file or weights_version) and named not in (None, weights_version):
             raise ConfigError(
-                f"weights_version is {weights_version!r}, but the last reset has named the weights "
-                f"{named!r}; pass that name"
+                f"weights_version is {weights_version!r}, but the last reset, wake or restart has "
+                f"named the weights {named!r}; pass that name, or reset with that of new weights"
             )
 
     def _check_running(self, request_ids: Sequence[str]) -> None:

@@ -9,10 +9,10 @@ slot       |block i of region 0|block i of region 1| ...      tight, in the orde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized, ValuesView
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,10 @@ from kvstow.arguments import checked_int
 MAX_ADDRESS = 2**63 - 1
 # Block ids are int32 everywhere.
 MAX_BLOCKS = 2**31 - 1
+
+_Each = TypeVar("_Each")
+# Not Iterable, because one array is that too.
+_Several: TypeAlias = Sequence[_Each] | ValuesView[_Each] | Iterator[_Each]
 
 
 class Device(Protocol):
@@ -184,7 +188,7 @@ class BlockLayout:
         )
 
     @classmethod
-    def from_arrays(cls, arrays: Sequence[npt.NDArray[np.generic]]) -> BlockLayout:
+    def from_arrays(cls, arrays: _Several[npt.NDArray[np.generic]]) -> BlockLayout:
         """Return the layout of host arrays of shape [num_blocks, ...], one region each.
 
         The layout keeps the arrays alive. The first dimension may be strided, but the bytes of one
@@ -196,12 +200,12 @@ class BlockLayout:
                 contiguous; or the arrays differ in `num_blocks` or share bytes; or this is one
                 array instead of a list.
         """
-        _check_list("arrays", arrays)
+        arrays = _checked_list("arrays", arrays)
         regions = [_region_of(f"arrays[{i}]", array) for i, array in enumerate(arrays)]
         return cls(_num_blocks("arrays", arrays), tuple(regions), owners=tuple(arrays))
 
     @classmethod
-    def from_tensors(cls, tensors: Sequence[Tensor]) -> BlockLayout:
+    def from_tensors(cls, tensors: _Several[Tensor]) -> BlockLayout:
         """Return the layout of tensors of shape [num_blocks, ...], one region each.
 
         Pass torch tensors that are all on the CPU or all on one CUDA device. The layout keeps them
@@ -213,7 +217,7 @@ class BlockLayout:
                 contiguous; or the tensors differ in device or `num_blocks`, or share bytes; or this
                 is one tensor instead of a list.
         """
-        _check_list("tensors", tensors)
+        tensors = _checked_list("tensors", tensors)
         regions = [_region_of_tensor(f"tensors[{i}]", t) for i, t in enumerate(tensors)]
         devices = list(dict.fromkeys(str(tensor.device) for tensor in tensors))
         if len(devices) > 1:
@@ -229,8 +233,8 @@ class BlockLayout:
         )
 
 
-def _check_list(name: str, given: object) -> None:
-    """Refuse one array, which would pass as a list of its blocks."""
+def _checked_list(name: str, given: _Several[_Each]) -> list[_Each]:
+    """Return a list, also of a generator. Refuse one array, which is no list of its blocks."""
     shape = getattr(given, "shape", None)
     if shape is not None:
         raise ConfigError(
@@ -242,6 +246,7 @@ def _check_list(name: str, given: object) -> None:
         raise ConfigError(
             f"{name} is of type {type(given).__name__}, expected a list with one for each region"
         )
+    return list(given)
 
 
 def joined(regions: Sequence[Region]) -> list[Region]:

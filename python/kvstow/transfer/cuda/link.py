@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import ExitStack
+from typing import Final
 
 from kvstow._core import ConfigError, StateError
 from kvstow.arguments import checked_int
@@ -79,15 +80,16 @@ class CudaLink:
             ConfigError: a block is larger than a place.
             StateError: the link is closed.
         """
-        if self.closed:
-            raise StateError("this CudaLink was closed with its last mover; build a new one")
         if block_bytes > self.staging_bytes:
             raise ConfigError(
                 f"a block has {block_bytes} bytes, but a staging place {self.staging_bytes}; "
                 f"build CudaLink(runtime, staging_bytes={block_bytes}) or more"
             )
-        self._num_movers += 1
-        self._was_used = True
+        with links_lock:
+            if self.closed:
+                raise StateError("this CudaLink was closed with its last mover; build a new one")
+            self._num_movers += 1
+            self._was_used = True
         attached = ExitStack()
         attached.callback(self._detach)
         return attached
@@ -105,16 +107,19 @@ class CudaLink:
             self.loads.finish(mover)
 
     def _detach(self) -> None:
-        self._num_movers -= 1
-        if self.closed:
-            try:
-                self.stores.close()
-            finally:
-                self.loads.close()
+        with links_lock:
+            self._num_movers -= 1
+            if not self.closed:
+                return
+        try:
+            self.stores.close()
+        finally:
+            self.loads.close()
 
 
 _links: dict[int, CudaLink] = {}
-_links_lock = threading.Lock()
+links_lock: Final = threading.RLock()
+"""Hold it from `cuda_link` to `attach`. Else another thread may close the link in between."""
 # A forked child cannot use the CUDA context of its parent.
 os.register_at_fork(after_in_child=_links.clear)
 
@@ -124,7 +129,7 @@ def cuda_link(device: int, block_bytes: int = 0) -> CudaLink:
 
     The first call builds it, with staging places of at least `block_bytes`.
     """
-    with _links_lock:
+    with links_lock:
         if device not in _links or _links[device].closed:
             staging_bytes = max(STAGING_BYTES, block_bytes)
             _links[device] = CudaLink(cuda_runtime(device), staging_bytes=staging_bytes)

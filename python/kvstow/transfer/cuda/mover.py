@@ -22,7 +22,7 @@ from kvstow.transfer.cuda.batch import Batch, Place
 from kvstow.transfer.cuda.interface import Copies, DeviceEvent, Kernel, Pack, Runtime
 from kvstow.transfer.cuda.job import CudaJob, CudaTicket
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS, MAX_TURNS, chunk_table, ids_for_launch
-from kvstow.transfer.cuda.link import CudaLink, cuda_link
+from kvstow.transfer.cuda.link import CudaLink, cuda_link, links_lock
 from kvstow.transfer.cuda.link_speed import Path, link_speed
 from kvstow.transfer.cuda.pinning import chunk_slots
 from kvstow.transfer.cuda.sums import SUM_BYTES, SumRing
@@ -91,18 +91,14 @@ class CudaMover(Mover):
                 "path='direct'"
             )
         _check_alignment(layout)
-        if link is None:
-            link = cuda_link(layout.device, arena.slot_stride_bytes)
-        if link.runtime.device != layout.device:
+        if link is not None and link.runtime.device != layout.device:
             raise ConfigError(
                 f"the layout is of CUDA device {layout.device}, but the link of CUDA device "
                 f"{link.runtime.device}; build a link for each device"
             )
-        self._link, self._verify = link, verify
-        self._runtime: Runtime = link.runtime
+        self._verify = verify
         self._regions = joined(layout.regions)
         self._offsets = [0, *accumulate(region.block_bytes for region in self._regions)][:-1]
-        self.paths = _paths(self._regions, link, "packed" if verify else path)
         self._staging_stride = _staging_stride(layout, arena)
         self._slot_stride = arena.slot_stride_bytes
         # Bytes that a copy carries of each row, unless the whole run is one piece.
@@ -113,13 +109,19 @@ class CudaMover(Mover):
         self._sums, self._is_summed = arena.device_sums if verify else (_NO_SUMS, _NO_SUMS)
         self._is_open = True
         with ExitStack() as built:
+            with links_lock:
+                if link is None:
+                    link = cuda_link(layout.device, arena.slot_stride_bytes)
+                built.enter_context(link.attach(self._staging_stride))
+            self._link = link
+            self._runtime: Runtime = link.runtime
+            self.paths = _paths(self._regions, link, "packed" if verify else path)
             self._build(built)
             self._built = built.pop_all()
 
     def _build(self, built: ExitStack) -> None:
         """Allocate what the kernels read; `close` frees it once no job is in flight."""
         runtime, table = self._runtime, chunk_table(self._regions, self._offsets)
-        built.enter_context(self._link.attach(self._staging_stride))
         self._num_chunks = len(table)
         self._batch_blocks = min(
             self._link.staging_bytes // self._staging_stride,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -30,10 +31,12 @@ from kvstow.transfer import (
     TransferTimeout,
     outcome,
 )
+from kvstow.transfer.cuda import mover as mover_module
 from kvstow.transfer.cuda import pinning as pinning_module
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack, Stream
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 from kvstow.transfer.cuda.lane import Lane
+from kvstow.transfer.cuda.link import cuda_link
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.pinning import pinned_arena
@@ -545,6 +548,29 @@ def test_movers_share_a_link_that_the_last_one_closes() -> None:
         assert setup.link.closed
         with pytest.raises(StateError, match="build a new one"):
             CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
+
+
+def test_default_link_stays_open_for_a_mover_that_another_thread_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with bench() as setup:
+        layout, arena = setup.mover.layout, setup.arena
+        last = CudaMover(layout, arena, path="packed")
+        closing = threading.Thread(target=last.close)
+
+        def found_while_another_closes(*arguments: int) -> CudaLink:
+            found = cuda_link(*arguments)
+            closing.start()
+            closing.join(0.05)
+            return found
+
+        monkeypatch.setattr(mover_module, "cuda_link", found_while_another_closes)
+        with CudaMover(layout, arena, path="packed") as mover:
+            closing.join(10)
+            assert not mover._link.closed
+            setup.land(mover.store([1], [3], after=setup.after()))
+        assert np.array_equal(arena.slots[3], setup.block(1))
+        assert mover._link.closed
 
 
 @pytest.mark.parametrize("call", ["cudaMalloc", "cudaMemcpy"])
