@@ -140,7 +140,11 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
         (FLAG | {"kv_connector_module_path": "kvstow"}, ["kv_connector_module_path is 'kvstow'"]),
         (
             FLAG | {"kv_connector_extra_config": {"cpu_byte_to_use": 1}},
-            ["kv_connector_extra_config has no option 'cpu_byte_to_use'."],
+            ["kv_connector_extra_config has no option 'cpu_byte_to_use': did you mean"],
+        ),
+        (
+            FLAG | {"kv_connector_extra_config": {"shared": "redis://user:a: b@x"}},
+            ["kv_connector_extra_config.shared: the URL of x contains credentials"],
         ),
         (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24, and vLLM"]),
         (

@@ -82,6 +82,15 @@ def test_a_timeout_that_the_system_cannot_wait_is_refused(
         store.open(arena, MODEL)
 
 
+@pytest.mark.parametrize("wrong", [0, 2**31, 1.5])
+def test_a_time_to_live_that_no_server_takes_is_refused(wrong: Any) -> None:
+    store, message = SharedStore("redis://127.0.0.1:1", ttl_s=wrong), "ttl_s .*; pass whole seconds"
+    with pytest.raises(ConfigError, match=message):
+        store.check()
+    with HostArena(2, 4096) as arena, pytest.raises(ConfigError, match=message):
+        store.open(arena, MODEL)
+
+
 def test_the_longest_timeout_is_one_that_the_system_can_wait() -> None:
     store = SharedStore("redis://127.0.0.1:1", timeout_s=86400)
     with HostArena(2, 4096) as arena, store.open(arena, MODEL) as tier:

@@ -107,8 +107,8 @@ def _problems(text: str) -> Iterator[_Problem]:
         if isinstance(options, Mapping):
             Options.parse(options)
     except ConfigError as error:
-        problem, _, advice = str(error).partition(": ")
-        yield _Problem("broken", f"{problem}.", advice)
+        # Undivided, because a value or a name in it may have a colon too.
+        yield _Problem("broken", f"{error}.", f'correct the object "{WHERE}"')
 
 
 def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:

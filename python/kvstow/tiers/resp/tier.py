@@ -59,6 +59,18 @@ _MAX_WAIT_S: Final = 86400.0
 _OF_SEVERAL: Final = 0.9
 
 
+def set_options(ttl_s: int | None) -> tuple[bytes, ...]:
+    """Return the options of SET for blocks that the server drops after some seconds.
+
+    Raises:
+        ConfigError: `ttl_s` is neither None nor a number of seconds from 1 to 2^31 - 1.
+    """
+    if ttl_s is None:
+        return ()
+    fix = "pass whole seconds, or None"
+    return b"EX", b"%d" % checked_int("ttl_s", ttl_s, 1, 2**31 - 1, fix)
+
+
 class RespTier(QueuedTier):
     """Blocks on RESP servers: Redis, Valkey, or another one with SET, GET, EXISTS and DEL.
 
@@ -105,9 +117,7 @@ class RespTier(QueuedTier):
             max_queued_bytes=max_queued_bytes,
         )
         self.address: Final = Address.parse(url)
-        fix = "pass whole seconds, or None"
-        ttl = None if ttl_s is None else checked_int("ttl_s", ttl_s, 1, 2**31 - 1, fix)
-        self.set_options: Final = () if ttl is None else (b"EX", b"%d" % ttl)
+        self.set_options: Final = set_options(ttl_s)
         self.nodes: Final = Nodes(
             self.address, credentials or Credentials.find(), security or Security(), self.timeout_s
         )
