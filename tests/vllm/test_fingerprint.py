@@ -18,6 +18,7 @@ from vllm import version as vllm_version
 from vllm.config import (
     CacheConfig,
     KernelConfig,
+    ModelConfig,
     MultiModalConfig,
     ParallelConfig,
     SpeculativeConfig,
@@ -157,11 +158,12 @@ OTHERS: dict[str, Change] = {
         "config.additional_config", SimpleNamespace(compute_hash=lambda: "another hash")
     ),
     "experts on ranks of their own": of("config.parallel_config.enable_expert_parallel", True),
-    "balanced experts": of("config.parallel_config.enable_eplb", True),
-    "exchange of the experts' tokens": of(
+    "experts that are balanced": of("config.parallel_config.enable_eplb", True),
+    "experts whose tokens are exchanged": of(
         "config.parallel_config.all2all_backend", "deepep_low_latency"
     ),
     "experts of several engines": of("config.parallel_config.data_parallel_size", 2),
+    "experts with adapters": of("config.lora_config", SimpleNamespace()),
     "kernels of the drafts' experts": of(
         "config.speculative_config", SimpleNamespace(moe_backend="marlin")
     ),
@@ -235,7 +237,8 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     assert set(shaping_module._OF_STATES) <= settings(CacheConfig)
     of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size"}
     assert of_ranks <= settings(ParallelConfig)
-    assert {"mamba_config", "additional_config"} <= settings(VllmConfig)
+    assert {"mamba_config", "additional_config", "lora_config"} <= settings(VllmConfig)
+    assert isinstance(ModelConfig.is_moe, property)
     assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
     assert "mm_encoder_fp8_scale_path" in settings(MultiModalConfig)
     variables = {
@@ -286,6 +289,17 @@ def test_drafts_shape_no_block_of_a_model_without_states(worlds: tuple[World, Wo
         world.config.model_config.has_inner_state = False
     before = worlds[0].digest()
     OTHERS["rows of states for drafts"](worlds[1])
+    assert worlds[1].digest() == before
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("experts ")])
+def test_what_chooses_kernels_of_experts_shapes_no_other_model(
+    worlds: tuple[World, World], name: str
+) -> None:
+    for world in worlds:
+        world.config.model_config.is_moe = False
+    before = worlds[0].digest()
+    OTHERS[name](worlds[1])
     assert worlds[1].digest() == before
 
 

@@ -19,7 +19,7 @@ and what prevents it:
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
 - Other rounding, or random experts, by kernels that the user names, by variables of vLLM's, or by
-  where experts run: those that `shaping` lists.
+  what experts must be able to do: those that `shaping` lists.
 - Other tokens of a block on a rank, of which the shapes are the same: how many tokens in a row
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its

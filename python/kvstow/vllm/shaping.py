@@ -179,10 +179,13 @@ def _experts(config: VllmConfig) -> list[Any]:
     vLLM chooses among the kernels that can do what these settings ask for. Some that can keep 16
     bits of an activation, and others 8.
     """
+    if not any(getattr(model, "is_moe", True) for model in models_of(config).values()):
+        return []
     parallel = config.parallel_config
+    has_several_engines = getattr(parallel, "data_parallel_size", 1) > 1
+    has_adapters = getattr(config, "lora_config", None) is not None
     settings = [getattr(parallel, name, None) for name in _OF_EXPERTS]
-    # vLLM says 1 to each engine of a model without experts.
-    return [*settings, getattr(parallel, "data_parallel_size", 1) > 1]
+    return [*settings, has_several_engines, has_adapters]
 
 
 def _media(settings: Any) -> list[Any]:
