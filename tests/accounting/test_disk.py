@@ -90,6 +90,30 @@ def test_a_block_that_left_the_host_comes_back_from_the_disk() -> None:
     tier.check()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_whose_promote_failed_is_stored_again(late: bool) -> None:
+    """Another request has stored the blocks after it, and has passed it as one that comes."""
+    tier = scheduler()
+    tier.adopt_disk([0], NAMES[:1], [0])
+    tier.add("waits", NAMES[:1])
+    assert tier.lookup("waits", 0, 100) is None
+    job = tier.promote(deadline=1.0)
+    assert job is not None
+    store(tier, "a", NAMES[:3])
+    if late:
+        assert tier.expire(2.0) == [job.job_id]
+    tier.complete(job.job_id, ok=False)
+    assert tier.lookup("waits", 0, 100) == 0
+    tier.extend("a", NAMES[3:])
+    again = tier.store(["a"], [4 * BLOCK_SIZE], [4], [0, 1])
+    assert again is not None
+    assert again.block_ids.tolist() == [1, 4]
+    tier.complete(again.job_id)
+    tier.add("b", NAMES)
+    assert tier.lookup("b", 0, 100) == 4 * BLOCK_SIZE
+    tier.check()
+
+
 def test_a_lookup_that_may_not_wait_goes_on_with_the_host() -> None:
     tier = scheduler()
     assert tier.adopt_disk([0, 1], NAMES[:2], [0, 0], [None, NAMES[0]]) == 2

@@ -6,7 +6,7 @@ use crate::error::Result;
 use crate::ids::BlockId;
 use crate::key::BlockKey;
 use crate::offload::OffloadScheduler;
-use crate::offload::tier::{Filling, Tier};
+use crate::offload::tier::{Filling, SlotSet, Tier};
 use crate::offload::transfer_event::Direction;
 
 use super::job::{TierInFlight, TierJob};
@@ -61,14 +61,20 @@ impl OffloadScheduler {
                 }
             }
         }
-        let known = tails.iter().filter_map(|&tail| {
-            // The disk has nothing of this store yet. A look at the block before it is enough.
+        // The disk has nothing of this store yet. A look at the block before it is enough. The last
+        // tail comes first: a tail that meets its walk would only repeat what it has found.
+        let mut visited = (tails.len() > 1).then(|| SlotSet::new(host.slots.len() + 1));
+        let mut visit =
+            |&slot: &BlockId| visited.as_mut().is_none_or(|visited| visited.insert(slot));
+        let known = tails.iter().rev().filter_map(|&tail| {
             let above = |slot: &BlockId| Some(host.parent(*slot)).filter(|slot| !slot.is_null());
-            successors(Some(tail), above).take(slots.len() + 1).find_map(|slot| {
+            let unvisited = successors(Some(tail), above).take_while(&mut visit);
+            unvisited.take(slots.len() + 1).find_map(|slot| {
                 host.slots.key(slot).and_then(|key| disk.tier.resident_or_filling(&key))
             })
         });
-        let known: Vec<BlockId> = known.collect();
+        let mut known: Vec<BlockId> = known.collect();
+        known.reverse();
         disk.tier.make_chains_recent(&known);
     }
 

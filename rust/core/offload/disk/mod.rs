@@ -31,6 +31,8 @@ mod events;
 mod job;
 mod promote;
 mod queue;
+#[cfg(test)]
+mod recency_tests;
 mod stats;
 mod union;
 mod unsaved;

@@ -20,6 +20,7 @@ mod slots;
 
 pub use policy::EvictionPolicy;
 pub(super) use record::{MAX_READ_COUNT, TierRecord};
+pub(super) use slot_set::SlotSet;
 
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -339,11 +340,12 @@ impl Tier {
     /// them is a hit. Looks at what the chains share only once.
     pub(super) fn make_chains_recent(&mut self, tails: &[BlockId]) {
         if let [tail] = tails {
-            return self.make_chain_recent(*tail, &NO_HITS);
+            self.make_chain_recent(*tail, &NO_HITS);
+        } else if !tails.is_empty() {
+            let Self { policy, chains, .. } = self;
+            let parent = |slot| chains.parent(slot);
+            with_policy!(policy, policy => policy.make_chains_recent(tails, parent));
         }
-        let Self { policy, chains, .. } = self;
-        let parent = |slot| chains.parent(slot);
-        with_policy!(policy, policy => policy.make_chains_recent(tails, parent));
     }
 
     /// Drops everything. Slots in use by jobs are empty when the jobs end, pinned ones when they
