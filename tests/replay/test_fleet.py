@@ -190,6 +190,8 @@ def test_png_without_matplotlib_is_refused_before_the_replay(
     ("arguments", "message"),
     [
         (["--servers", "1" * 5000], f"servers is '{'1' * 40}': pass numbers"),
+        (["--servers", "1_0"], "servers is '1_0': pass numbers such as 1,2,4,8"),
+        (["--servers", "-1"], "servers is '-1': pass numbers such as 1,2,4,8"),
         (["--servers", "two"], "servers is 'two': pass numbers such as 1,2,4,8"),
         (["--servers", "2", "--device-blocks", "9"], "--device-blocks has no effect on a fleet"),
         (["--servers", "2", "--png", "x.svg"], "writes no SVG: pass a name that ends in .png\n"),

@@ -25,6 +25,7 @@ _Command = TypeVar("_Command", bound=Callable[..., int])
 _TAKEN: Final = frozenset(
     {"trace", "limit", "block_size", "chain", "host_blocks", "policy", "as_json", "json_file"}
 )
+_MOST_DIGITS: Final = 20  # Python turns no text of thousands of digits into a number
 FLEET_OPTIONS: Final = ("servers", "routing", "shared_blocks", "png")
 
 
@@ -147,10 +148,10 @@ def refuse_without_servers() -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:  # also thousands of digits
-        raise ConfigError(f"servers is {text[:40]!r}: pass numbers such as 1,2,4,8") from None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS for part in parts):
+        raise ConfigError(f"servers is {text[:40]!r}: pass numbers such as 1,2,4,8")
+    return [int(part) for part in parts]
 
 
 def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row], title: str) -> Table:
