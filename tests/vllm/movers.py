@@ -71,7 +71,7 @@ def ended(ticket: Ticket) -> Ticket:
     return ticket
 
 
-class Prompt(ChangedMover):
+class EndedStores(ChangedMover):
     """Ends each store before it returns.
 
     On a busy machine a store may last for steps. It holds its blocks in flight, whose number has a

@@ -21,7 +21,7 @@ from tests.vllm.engine import (
     prompts,
     skip_unless_in_ci,
 )
-from tests.vllm.movers import ChangedMover, LateMover, LateTicket, Prompt
+from tests.vllm.movers import ChangedMover, EndedStores, LateMover, LateTicket
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -100,7 +100,7 @@ def hits(answers: list[Answer]) -> list[int]:
 
 
 def test_second_round_comes_from_the_host(engine: Engine, expected: list[Answer]) -> None:
-    with engine.movers(Prompt):  # type: ignore[arg-type]
+    with engine.movers(EndedStores):  # type: ignore[arg-type]
         first = engine.generate(PROMPTS)
     engine.settle()
     stored = engine.stats()["stored_blocks"]

@@ -12,7 +12,7 @@ from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake import parse as parse_mooncake
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, checked_timeout_s
-from kvstow.tiers.resp import Address, Credentials, RespTier, Security, set_options
+from kvstow.tiers.resp import Address, Credentials, RespTier, Security, checked_expiry
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import HostArena
 
@@ -80,7 +80,7 @@ class SharedStore:
         security = Security(self.ca_file, self.certificate_file, self.key_file)
         security.check(Address.parse(self.url))
         Credentials.find(self.password_file)
-        set_options(self.ttl_s)
+        checked_expiry(self.ttl_s)
 
     def _check_options(self, is_mooncake: bool) -> None:
         """Raise `ConfigError` if an option is given that has no effect on this kind of store."""

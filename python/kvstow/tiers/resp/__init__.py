@@ -9,6 +9,6 @@ May import: kvstow._core, kvstow.arguments, kvstow.tiers, kvstow.transfer.
 """
 
 from kvstow.tiers.resp.address import Address, Credentials, Security
-from kvstow.tiers.resp.tier import RespTier, set_options
+from kvstow.tiers.resp.tier import RespTier, checked_expiry
 
-__all__ = ["Address", "Credentials", "RespTier", "Security", "set_options"]
+__all__ = ["Address", "Credentials", "RespTier", "Security", "checked_expiry"]

@@ -59,7 +59,7 @@ _MAX_WAIT_S: Final = 86400.0
 _OF_SEVERAL: Final = 0.9
 
 
-def set_options(ttl_s: int | None) -> tuple[bytes, ...]:
+def checked_expiry(ttl_s: int | None) -> tuple[bytes, ...]:
     """Return the options of SET for blocks that the server drops after some seconds.
 
     Raises:
@@ -117,7 +117,7 @@ class RespTier(QueuedTier):
             max_queued_bytes=max_queued_bytes,
         )
         self.address: Final = Address.parse(url)
-        self.set_options: Final = set_options(ttl_s)
+        self.set_options: Final = checked_expiry(ttl_s)
         self.nodes: Final = Nodes(
             self.address, credentials or Credentials.find(), security or Security(), self.timeout_s
         )
