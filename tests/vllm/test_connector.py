@@ -49,6 +49,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"lazy_offload": "yes"}, "true or false"),
         ({"load_timeout_s": 0}, "seconds above 0"),
         ({"load_timeout_s": float("inf")}, "seconds above 0"),
+        ({"load_timeout_s": 10**400}, "seconds above 0"),
         ({"eviction_policy": "fifo"}, "lru, hit-density"),
         ({"verify": "md5"}, "off, checksum"),
         ({"offload_prompt_only": 1}, "offload_prompt_only is 1, and it must be true or false"),

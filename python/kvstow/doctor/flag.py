@@ -67,10 +67,10 @@ _KEYS: Final = {
 
 
 def flag_findings(text: str) -> Iterator[Finding]:
-    """Check the text behind `--kv-transfer-config`. Opens no file, and asks no store."""
+    """Check the text behind `--kv-transfer-config`. Opens no slot file, and asks no store."""
     problems = list(_problems(text))
     if not problems:
-        says = "It names the connector, and its options are right. No file or store was looked at."
+        says = "It names the connector, and its options are right. No disk or store was asked."
         yield Finding("flag", "ok", says)
     for problem in problems:
         yield Finding("flag", *problem)

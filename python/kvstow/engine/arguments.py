@@ -2,6 +2,7 @@
 
 import inspect
 import operator
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from numbers import Real
@@ -35,7 +36,7 @@ def checked_limit_s(name: str, timeout_s: float | None) -> float | None:
     """Return a time limit in seconds, above 0, or None."""
     if timeout_s is None:
         return None
-    if isinstance(timeout_s, Real) and 0 < timeout_s < float("inf"):
+    if isinstance(timeout_s, Real) and 0 < timeout_s <= sys.float_info.max:
         return float(timeout_s)
     raise ConfigError(
         f"{name} is {timeout_s!r}, expected seconds above 0: pass a number, or None to wait for "

@@ -35,12 +35,16 @@ def namespace_of(fingerprint: str) -> Namespace:
     Raises:
         ConfigError: they are no fingerprint.
     """
-    if not re.fullmatch(rf"[0-9a-f]{{{_DIGITS}}}", fingerprint):
+    if not _is_fingerprint(fingerprint):
         raise ConfigError(
             f"fingerprint is {fingerprint!r}, expected {_DIGITS} hexadecimal digits: take those "
             "that `kvstow tier info URL` shows, or that the server logs when it starts"
         )
     return Namespace(bytes.fromhex(fingerprint))
+
+
+def _is_fingerprint(text: str) -> bool:
+    return re.fullmatch(rf"[0-9a-f]{{{_DIGITS}}}", text) is not None
 
 
 def count_blocks(
@@ -59,7 +63,9 @@ def count_blocks(
     with _clients(url, credentials, security) as clients:
         for client in clients:
             for key in client.scan_iter(match=KEY_PREFIX + b"*", count=_BATCH):
-                found[key[len(KEY_PREFIX) :][:_DIGITS].decode("ascii", "replace")] += 1
+                digits = key[len(KEY_PREFIX) :][:_DIGITS].decode("ascii", "replace")
+                if _is_fingerprint(digits):  # or the key of another program, of any characters
+                    found[digits] += 1
     return dict(found)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import math
 import operator
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -88,7 +88,7 @@ def read_flag(name: str, value: object) -> bool:
 def read_seconds(name: str, value: object) -> float:
     """Return a finite number of seconds above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise _refused(name, value, "a finite number of seconds above 0")
     return float(value)  # type: ignore[arg-type]
 
@@ -96,7 +96,7 @@ def read_seconds(name: str, value: object) -> float:
 def read_gib(name: str, value: object) -> float:
     """Return a finite number above 0, of GiB."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise _refused(name, value, "a finite number of GiB above 0, such as 32")
     return float(value)  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from tests.tiers.setup import digest_of
 from kvstow import ConfigError, TransferError
 from kvstow.cli import main
 from kvstow.tiers import TierBlocks
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.framed import KEY_PREFIX, Namespace
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
 from kvstow.transfer import HostArena
@@ -34,6 +34,7 @@ def test_only_the_blocks_of_one_model_are_deleted(tmp_path: Path) -> None:
         put(url, OWN, 2500)
         put(url, OTHER, 40)
         a.command("SET", "of another program", "value")
+        a.command("SET", KEY_PREFIX + b"\x1b[31m" + b"of another program" * 2, "value")
         # As a server of another version names it.
         a.command("SET", OWN.prefix + b"999:0:" + digest_of(0), "value")
         assert count_blocks(url) == {OWN.digest.hex(): 2501, OTHER.digest.hex(): 40}
