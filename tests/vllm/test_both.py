@@ -779,7 +779,7 @@ def test_options_that_do_not_fit_are_refused(given: dict[str, Any], message: str
 
 
 def test_a_store_whose_queue_is_too_small_leaves_no_open_file(started: Started) -> None:
-    with pytest.raises(ConfigError, match=r"extra_config.shared: max_queued_bytes is 100"):
+    with pytest.raises(ConfigError, match=r"extra_config.shared_queue_bytes is 100"):
         started(shared_queue_bytes=100)
     started().close()
 

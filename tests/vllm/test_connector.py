@@ -59,7 +59,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"events_path": ""}, "events_path"),
         ({"disk_path": "/d\0"}, "it must be a text that is not empty and has no null character"),
         ({"events_path": "\ud800"}, "and it must be the name of a file"),
-        ({"observe_gib": "32GiB"}, "a finite number of GiB above 0, such as 32"),
+        ({"observe_gib": "32GiB"}, "a finite number of GiB above 0"),
     ],
 )
 def test_a_wrong_option_is_refused(options: dict[str, Any], message: str) -> None:

@@ -16,7 +16,8 @@ from docs.generate import reference
 
 import kvstow.vllm
 from kvstow.observability.metrics import SHADOW_HIT_RATIO
-from kvstow.vllm.options import DEFAULT_BYTES, WHERE, Options, read_option
+from kvstow.vllm.option_readers import read_option
+from kvstow.vllm.options import DEFAULT_BYTES, WHERE, Options
 from kvstow.vllm.stats import EACH, EXPORTED
 
 ROOT = Path(__file__).parents[2]

@@ -417,7 +417,7 @@ SECRET = "s3cr3t"
         ({"shared": f"mooncake://u:{SECRET}@kv.example"}, "shared: .*contains credentials"),
         ({"shared": f"{SECRET}://kv.example/{SECRET}"}, "shared names"),
         ({"shared": "redis://h", "shared_password_file": "/none"}, "password file /none cannot be"),
-        ({"shared": "rediss://h", "shared_ca_file": "/none"}, "shared: ca_file is '/none', which"),
+        ({"shared": "rediss://h", "shared_ca_file": "/none"}, "config.shared_ca_file is '/none'"),
         ({"shared_ttl_s": 5}, "shared_ttl_s is 5, and it has an effect only with shared: add"),
         (
             {"observe": True, "shared": "redis://h"},
@@ -437,7 +437,7 @@ SECRET = "s3cr3t"
         ({"shared": "redis://h", "shared_ttl_s": 0}, "shared_ttl_s is 0"),
         (
             {"shared": "redis://h", "shared_timeout_s": 1e10},
-            "shared: timeout_s is 1.*outside 0 to 8",
+            "config.shared_timeout_s is 1.*outside 0 to 8",
         ),
         ({"shared": "redis://h", "shared_protocol": "udp"}, "shared_protocol is 'udp'"),
         ({"shraed": "redis://h"}, "no option 'shraed': did you mean 'shared'"),
@@ -451,7 +451,7 @@ def test_a_wrong_option_is_refused(given: dict[str, Any], message: str) -> None:
 
 
 def test_a_queue_smaller_than_a_block_is_refused(started: Started) -> None:
-    with pytest.raises(ConfigError, match=r"extra_config.shared: max_queued_bytes is 100"):
+    with pytest.raises(ConfigError, match=r"extra_config.shared_queue_bytes is 100"):
         started(shared_queue_bytes=100)
 
 

@@ -1,151 +1,38 @@
-"""The options of `kv_connector_extra_config`, and how kvstow reads what users write."""
+"""The options of `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
-import difflib
-import operator
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from reprlib import repr as short_repr
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from kvstow import ConfigError
-from kvstow.arguments import is_path
-from kvstow.sizes import parse_bytes
+from kvstow import ConfigError, KvstowError
 from kvstow.tiers.asking import DEFAULT_WAIT_S
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S
 from kvstow.tiers.shared import SharedStore
 from kvstow.transfer.layout import MAX_BLOCKS
+from kvstow.vllm.option_readers import (
+    option,
+    read_choice,
+    read_count,
+    read_flag,
+    read_names,
+    read_number_of,
+    read_option,
+    read_path,
+    read_seconds,
+    read_size,
+    read_size_or_zero,
+    read_text,
+    read_trace_bytes,
+    read_url,
+)
 
 DEFAULT_BYTES = 8 << 30
 DEFAULT_TRACE_BYTES = 1 << 30
-MIN_TRACE_BYTES = 1 << 20
 MAX_THRESHOLD = 255
 WHERE = "kv_connector_extra_config"
-
-_T = TypeVar("_T")
-_Reader = Callable[[str, object], Any]
-
-
-def option(default: _T, read: _Reader) -> _T:
-    """Return a field with this default, whose value `read` takes from what the user wrote."""
-    made: Any = field(default=default, metadata={"read": read})
-    return made  # type: ignore[no-any-return]
-
-
-def read_option(cls: type, where: str, name: str, value: object) -> Any:
-    """Return the value of the field of `cls` that a user wrote as `where.name`.
-
-    Raises:
-        ConfigError: `cls` has no such field (the message names the nearest one), or it cannot have
-            this value.
-    """
-    readers = {known.name: known.metadata["read"] for known in fields(cls)}
-    if name not in readers:
-        near = difflib.get_close_matches(name, readers, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(readers)}"
-        raise ConfigError(f"{where} has no option {short_repr(name)}: {hint}")
-    return readers[name](f"{where}.{name}", value)
-
-
-def read_size(name: str, value: object) -> int:
-    """Return a number of bytes, or the bytes of a text such as "32GiB"."""
-    return parse_bytes(value, name=name)
-
-
-def read_size_or_zero(name: str, value: object) -> int:
-    """Return a number of bytes as `read_size` does, or 0."""
-    return 0 if value == 0 and not isinstance(value, bool) else read_size(name, value)
-
-
-def read_count(least: int, most: int | None = None) -> _Reader:
-    """Return a reader of whole numbers from `least` to `most`."""
-    rule = f"a whole number of at least {least}" + (f" and at most {most}" if most else "")
-
-    def read(name: str, value: object) -> int:
-        try:
-            is_whole = isinstance(value, float) and value.is_integer()
-            whole: Any = int(value) if is_whole else value  # type: ignore[call-overload]
-            number = -1 if isinstance(value, bool) else operator.index(whole)
-        except TypeError:
-            number = -1
-        if number < least or (most is not None and number > most):
-            raise _refused(name, value, rule)
-        return number
-
-    return read
-
-
-def read_flag(name: str, value: object) -> bool:
-    """Return true or false."""
-    if not isinstance(value, bool):
-        raise _refused(name, value, "true or false")
-    return value
-
-
-def read_seconds(name: str, value: object) -> float:
-    """Return a finite number of seconds above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise _refused(name, value, "a finite number of seconds above 0")
-    return float(value)  # type: ignore[arg-type]
-
-
-def read_gib(name: str, value: object) -> float:
-    """Return a finite number above 0, of GiB."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise _refused(name, value, "a finite number of GiB above 0, such as 32")
-    return float(value)  # type: ignore[arg-type]
-
-
-def read_trace_bytes(name: str, value: object) -> int:
-    """Return a number of bytes for a trace, as `read_size` does."""
-    num_bytes = read_size(name, value)
-    if num_bytes < MIN_TRACE_BYTES:
-        raise _refused(name, value, f"at least {MIN_TRACE_BYTES} bytes")
-    return num_bytes
-
-
-def read_text(name: str, value: object) -> str:
-    """Return a text that is not empty, and that C code does not cut off at a null character."""
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise _refused(name, value, "a text that is not empty and has no null character")
-    return value
-
-
-def read_names(name: str, value: object) -> str:
-    """Return a text as `read_text` does, or an empty one."""
-    return "" if value == "" else read_text(name, value)
-
-
-def read_path(name: str, value: object) -> str:
-    """Return a text that can name a file."""
-    text = read_text(name, value)
-    if not is_path(text):
-        raise _refused(name, value, "the name of a file")
-    return text
-
-
-def read_url(name: str, value: object) -> str:
-    """Return a text with a scheme. The message of an error does not show it: it may be a secret."""
-    if not isinstance(value, str) or "://" not in value:
-        raise ConfigError(f"{name} is no URL: write redis://HOST:PORT or mooncake://HOST:PORT")
-    return value
-
-
-def read_choice(*choices: str) -> _Reader:
-    """Return a reader of one of these texts."""
-
-    def read(name: str, value: object) -> str:
-        if value not in choices:
-            raise _refused(name, value, f"one of {', '.join(choices)}")
-        return str(value)
-
-    return read
-
 
 _OF_BOTH = ("min_promote_tokens", "promote_timeout_s", "skip_slow_loads")
 # With both tiers, one write goes to both, and the index has the slots of the disk.
@@ -205,7 +92,16 @@ def _check_below(options: Options, given: Mapping[str, Any]) -> None:
         try:
             options.store.check()
         except ConfigError as error:
-            raise ConfigError(f"{WHERE}.shared: {error}") from error
+            raise ConfigError(of_shared_options(error)) from error
+
+
+def of_shared_options(error: KvstowError) -> str:
+    """Return the message of a `SharedStore`, with the names that its options have here."""
+    names = {"max_queued_bytes": "shared_queue_bytes"}
+    first, rest = f"{error} ".split(" ", 1)
+    name = names.get(first, f"shared_{first}")
+    is_option = name in {known.name for known in fields(Options)}
+    return f"{WHERE}.{name} {rest}".rstrip() if is_option else f"{WHERE}.shared: {error}"
 
 
 def path_of_engine(path: str, parallel: Any) -> str:
@@ -217,10 +113,6 @@ def path_of_engine(path: str, parallel: Any) -> str:
     """
     engine = getattr(parallel, "data_parallel_index", 0)
     return f"{path}.engine{engine}" if engine else path
-
-
-def _refused(name: str, value: object, rule: str) -> ConfigError:
-    return ConfigError(f"{name} is {short_repr(value)}, and it must be {rule}")
 
 
 @dataclass(frozen=True)
@@ -330,7 +222,7 @@ class Options:
     preserve_on_sleep: bool = option(False, read_flag)
     weights_version_path: str | None = option(None, read_path)
     observe: bool = option(False, read_flag)
-    observe_gib: float | None = option(None, read_gib)
+    observe_gib: float | None = option(None, read_number_of("GiB"))
     observe_half_life_s: float = option(3600.0, read_seconds)
     record_trace: str | None = option(None, read_path)
     record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)

@@ -28,7 +28,7 @@ from kvstow.transfer import HostArena
 from kvstow.transfer.verified import have_device_sums
 from kvstow.vllm.below_worker import LowerWorker, some_of
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
-from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.options import Options, of_shared_options
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -171,4 +171,4 @@ def opened(store: SharedStore, arena: HostArena, fingerprint: Fingerprint) -> Sh
     try:
         return store.open(arena, fingerprint)
     except KvstowError as error:
-        raise type(error)(f"{WHERE}.shared: {error}") from error
+        raise type(error)(of_shared_options(error)) from error
