@@ -457,6 +457,22 @@ def test_jobs_wait_for_room_for_their_sums_and_keep_their_order() -> None:
             assert (setup.block(block) == block - 1).all()
 
 
+def test_sums_of_jobs_in_flight_do_not_overlap() -> None:
+    with bench(verify=True) as setup:
+        setup.memory[:] = np.arange(9, dtype=np.uint8)[:, None]  # other sums for each block
+        setup.land(setup.mover.store(range(1, 9), range(8), after=setup.after()))
+        first = setup.mover.load([0, 1, 2], [1, 2, 3], after=setup.after())
+        second = setup.mover.load([3, 4, 5], [4, 5, 6], after=setup.after())
+        setup.land(first)
+        assert not second.poll()
+        # Behind the sums of the second there is room for three, and before them too.
+        third = setup.mover.load([0, 1, 2, 6], [1, 2, 3, 7], after=setup.after())
+        run_all()  # of the second job, because the third one waits
+        setup.land(third)
+        assert second.poll()
+        assert second.error is None
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import Literal
 
+import cupy
 import numpy as np
 import pytest
 from tests.transfer.cuda.simulation import library
@@ -286,3 +287,24 @@ def test_without_any_one_wait_an_access_lacks_its_order(
 def test_without_event_queries_bytes_are_wrong(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstow.transfer.cuda.runtime.CudaRuntime.is_done", lambda *_: True)
     assert any(fails(seed, path, round_trips, is_slow=True) for seed in range(NUM_SEEDS))
+
+
+def test_next_stream_takes_a_number_only_once_the_host_knows_its_work_to_be_done() -> None:
+    """Otherwise the simulation would take work of two streams for that of one, in its order."""
+    library.by_hand()
+    gpu, stream = cuda_runtime(0), cupy.cuda.Stream(non_blocking=True)
+    memory, number = gpu.allocate(64), library.number_of(stream.ptr)
+    gpu._api.memsetAsync(memory, 1, 64, stream.ptr)
+    del stream  # its work still runs
+    while library.step():
+        pass
+    second = gpu.stream()
+    assert library.number_of(second.ptr) != number
+    gpu._api.memsetAsync(memory, 2, 64, second.ptr)
+    library.library().cudaDeviceSynchronize()
+    assert "memset on stream" in library.violations()[0]
+    third = gpu.stream()
+    assert library.number_of(third.ptr) == number
+    gpu._api.memsetAsync(memory, 3, 64, third.ptr)
+    gpu.free(memory)
+    assert not library.violations()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tests.sampled import IS_FULL
 from tests.transfer.cuda.simulation import library
 from tests.transfer.cuda.simulation.replay import DEVICE, SimulatedDevice
 
@@ -10,8 +11,6 @@ from kvstow.replay import BUNDLED_TRACE
 from kvstow.replay.config import ReplayConfig
 from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.trace import read_trace
-
-NUM_REQUESTS = 200  # enough for prefixes to come back from the host
 
 
 @pytest.fixture
@@ -22,13 +21,17 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 
 
 @pytest.mark.usefixtures("device")
-@pytest.mark.parametrize(("model", "device_blocks"), [("full", 300), ("gpt-oss", 600)])
-def test_no_block_is_corrupt(model: str, device_blocks: int) -> None:
-    trace = read_trace(BUNDLED_TRACE, limit=NUM_REQUESTS)
+@pytest.mark.parametrize(
+    # Enough requests for prefixes to come back from the host.
+    ("model", "device_blocks", "num_requests"),
+    [("full", 300, 200), ("gpt-oss", 600, 200 if IS_FULL else 100)],
+)
+def test_no_block_is_corrupt(model: str, device_blocks: int, num_requests: int) -> None:
+    trace = read_trace(BUNDLED_TRACE, limit=num_requests)
     config = ReplayConfig(device_blocks=device_blocks, host_blocks=6000, mover="cuda", model=model)
     engine = ReplayEngine(trace, config)
     engine.run()
-    assert engine.figures.finished_requests == NUM_REQUESTS
+    assert engine.figures.finished_requests == num_requests
     assert engine.verifier.num_verified > 1000
     assert engine.verifier.num_corrupt == 0
     assert engine.kv.stats()["loaded_bytes"] > 0
@@ -57,8 +60,8 @@ def test_blocks_are_corrupt_if_jobs_end_before_their_events(
     monkeypatch.setattr("kvstow.transfer.cuda.runtime.CudaRuntime.is_done", lambda *_: True)
     library.by_hand()  # a slow device, which runs nothing while the host goes on
     engine = ReplayEngine(
-        read_trace(BUNDLED_TRACE, limit=NUM_REQUESTS),
-        ReplayConfig(device_blocks=300, host_blocks=6000, mover="cuda"),
+        read_trace(BUNDLED_TRACE, limit=60),
+        ReplayConfig(device_blocks=600, host_blocks=6000, mover="cuda", model="gpt-oss"),
     )
     engine.run()
     assert engine.verifier.num_corrupt > 0

@@ -53,7 +53,7 @@ class Call {
     Stream* stream(void* given) {
         if (given == nullptr || given == reinterpret_cast<void*>(1)) return all.legacy[device_now()];
         auto* found = static_cast<Stream*>(given);
-        return all.streams.contains(found) ? found : nullptr;
+        return all.has(found) && !found->is_destroyed ? found : nullptr;
     }
 
     Devices& all;
@@ -139,15 +139,30 @@ int copy(Call& call, const Rows& rows, int kind, void* given) {
 
 std::mutex kernel_mutex;
 int kernel_device;
-Address reachable_begin, reachable_end;  // memory that the last access was found in
-std::vector<Range>* kernel_touched;
-// Lanes of a warp touch neighbours one after the other, in rows of 512 bytes.
-constexpr Size NUM_OPEN = 16, ROW_BYTES = 512;
-Range open_ranges[2][NUM_OPEN];
+constexpr Size NUM_OPEN = 64;
+// Of the reads of a kernel, or of its writes.
+struct Touched {
+    Address begin, end;  // memory that the last one was found in
+    // The last ranges, which neighbours extend. A lane touches one unit in each of a few rows, and
+    // the next lane touches the neighbours of these, row by row.
+    Range open[NUM_OPEN];
+    Size next;  // where the neighbour of the next unit is expected
+    std::vector<Range> closed;
+
+    void close(const Range& range) {
+        if (!closed.empty() && closed.back().end == range.begin) {
+            closed.back().end = range.end;
+        } else if (range.end) {
+            closed.push_back(range);
+        }
+    }
+};
+Touched touched_by[2];
 
 bool touch(Address address, std::uint64_t num_bytes, bool is_write) {
-    Devices& all = devices();
-    if (num_bytes == 0 || address < reachable_begin || address + num_bytes > reachable_end) {
+    Touched& touched = touched_by[is_write];
+    if (num_bytes == 0 || address < touched.begin || address + num_bytes > touched.end) {
+        Devices& all = devices();
         Lock lock(all.mutex);
         if (all.lost) return false;
         const Allocation* found = all.find(address, num_bytes);
@@ -160,16 +175,20 @@ bool touch(Address address, std::uint64_t num_bytes, bool is_write) {
             all.lose(text);
             return false;
         }
-        reachable_begin = std::prev(all.allocated.upper_bound(address))->first;
-        reachable_end = found->end;
+        touched.begin = std::prev(all.allocated.upper_bound(address))->first;
+        touched.end = found->end;
     }
-    Range& open = open_ranges[is_write][address / ROW_BYTES % NUM_OPEN];
-    if (open.end == address) {
-        open.end += num_bytes;
-    } else {
-        if (open.end) kernel_touched->push_back(open);
-        open = {address, address + num_bytes, is_write};
+    // Backwards, because the first row of a lane follows the last one of the lane before it.
+    for (Size tried = NUM_OPEN; tried > 0; --tried) {
+        Size at = (touched.next + tried) % NUM_OPEN;
+        if (touched.open[at].end != address) continue;
+        touched.open[at].end += num_bytes;
+        touched.next = at + 1;
+        return true;
     }
+    Range& oldest = touched.open[touched.next++ % NUM_OPEN];
+    touched.close(oldest);
+    oldest = {address, address + num_bytes, is_write};
     return true;
 }
 
@@ -195,14 +214,11 @@ Run launching(const BoundKernel& kernel, unsigned num_ctas, unsigned num_threads
     return [=](std::vector<Range>& touched) {
         std::lock_guard one_at_a_time(kernel_mutex);
         kernel_device = device;
-        kernel_touched = &touched;
-        reachable_begin = reachable_end = 0;
-        std::memset(open_ranges, 0, sizeof open_ranges);
+        for (Touched& some : touched_by) some = {};
         run_kernel(kernel, num_ctas, num_threads, touch);
-        for (const auto& ranges : open_ranges) {
-            for (const Range& range : ranges) {
-                if (range.end) touched.push_back(range);
-            }
+        for (Touched& some : touched_by) {
+            for (Size i = 0; i < NUM_OPEN; ++i) some.close(some.open[(some.next + i) % NUM_OPEN]);
+            touched.insert(touched.end(), some.closed.begin(), some.closed.end());
         }
         touched = joined(std::move(touched));
     };
@@ -409,8 +425,7 @@ CUDA int cudaStreamDestroy(void* given) {
     Call call("cudaStreamDestroy", false);
     Stream* stream = call.stream(given);
     if (!stream) return failed(INVALID_HANDLE);
-    // Its queued work still runs. It is never deleted, so no other stream gets its address.
-    if (stream->queue.empty() && !stream->is_running) call.all.streams.erase(stream);
+    call.all.destroy(stream);
     return SUCCESS;
 }
 

@@ -27,9 +27,27 @@ Devices::Devices() {
 }
 
 Stream* Devices::new_stream(int device) {
-    auto* stream = new Stream{num_streams_++, device};
-    streams.insert(stream);
+    auto spare = std::find_if(destroyed_.begin(), destroyed_.end(), [&](const auto& last) {
+        return host.at(last.first) >= last.second;
+    });
+    bool has_spare = spare != destroyed_.end();
+    auto* stream = new Stream{has_spare ? spare->first : num_streams_++, device};
+    if (has_spare) destroyed_.erase(spare);
+    streams.push_back(stream);
     return stream;
+}
+
+bool Devices::has(const Stream* stream) const {
+    return std::find(streams.begin(), streams.end(), stream) != streams.end();
+}
+
+void Devices::destroy(Stream* stream) {
+    stream->is_destroyed = true;
+    if (!stream->queue.empty() || stream->is_running) return;
+    // It is never deleted, so no other stream gets its address.
+    std::erase(streams, stream);
+    priorities_.erase(stream);
+    destroyed_[stream->id] = stream->clock.at(stream->id);
 }
 
 void Devices::queue(Stream* stream, Queued queued) {
@@ -90,10 +108,7 @@ bool Devices::can_run(Stream* stream) {
 }
 
 Stream* Devices::choose(const std::vector<Stream*>& able) {
-    if (by_hand) {
-        return *std::min_element(able.begin(), able.end(),
-                                 [](Stream* one, Stream* two) { return one->id < two->id; });
-    }
+    if (by_hand) return able.front();
     if (is_even_) return able[random_() % able.size()];
     // Priorities that change now and then starve some streams for long.
     if (static_cast<double>(random_() % 1000) < 1000 * change_chance_) priorities_.clear();
@@ -137,6 +152,7 @@ bool Devices::step(Lock& lock) {
     }
     stream->queue.pop_front();
     if (next.reaches) next.reaches->is_done = true;
+    if (stream->is_destroyed) destroy(stream);
     return true;
 }
 
@@ -169,9 +185,10 @@ void Devices::drain(Lock& lock, Stream* stream) {
 }
 
 void Devices::drain(Lock& lock) {
-    for (Stream* stream : std::set<Stream*>(streams)) {
-        if (!stream->is_capturing) drain(lock, stream);
-    }
+    auto is_idle = [](Stream* stream) { return stream->queue.empty() && !stream->is_running; };
+    run_until(lock, [&] { return std::all_of(streams.begin(), streams.end(), is_idle); });
+    for (Stream* stream : streams) host.merge(stream->clock);
+    for (auto [number, count] : destroyed_) host.raise(number, count);
 }
 
 const Allocation* Devices::find(Address address, std::uint64_t num_bytes) const {

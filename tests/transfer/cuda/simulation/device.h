@@ -53,7 +53,7 @@ struct Stream {
     int device;
     std::deque<Queued> queue{};
     std::vector<Queued> captured{};
-    bool is_running = false, is_capturing = false;
+    bool is_running = false, is_capturing = false, is_destroyed = false;
     Clock clock{};
 };
 
@@ -79,7 +79,7 @@ class Devices {
 
     std::mutex mutex;  // of everything below
     std::map<Address, Allocation> allocated;
-    std::set<Stream*> streams;
+    std::vector<Stream*> streams;  // in the order in which they were made
     std::array<Stream*, NUM_DEVICES> legacy{};
     std::array<bool, NUM_DEVICES> has_context{};
     std::map<std::string, std::uint64_t> calls;
@@ -91,6 +91,8 @@ class Devices {
     using Lock = std::unique_lock<std::mutex>;
 
     Stream* new_stream(int device);
+    bool has(const Stream* stream) const;
+    void destroy(Stream* stream);  // its queued work still runs
     void put(Stream* stream, const std::string& name, Run run);
     std::shared_ptr<Mark> mark(Stream* stream);
     void wait(Stream* stream, const std::shared_ptr<Mark>& mark);
@@ -101,7 +103,7 @@ class Devices {
     void go_on(Lock& lock, int num_steps);
     void run_until(Lock& lock, const std::function<bool()>& is_over);
     void drain(Lock& lock, Stream* stream);
-    void drain(Lock& lock);
+    void drain(Lock& lock);  // then no stream has work
     bool step(Lock& lock);
 
     const Allocation* find(Address address, std::uint64_t num_bytes) const;
@@ -117,6 +119,10 @@ class Devices {
     double go_on_chance_, change_chance_;
     bool is_even_;
     std::map<Stream*, std::uint64_t> priorities_;
+    // The counts of the work of destroyed streams, by their numbers. Later streams take over the
+    // numbers whose work the host knows to be done. Otherwise the clocks, which have a count for
+    // each number, would make each call slower and slower.
+    std::map<std::uint32_t, std::uint32_t> destroyed_;
     std::uint32_t num_streams_ = 0;
 };
 

@@ -2,12 +2,13 @@
 
 A device tensor is a torch tensor of the CPU whose memory belongs to a simulated GPU. Each operation
 on it is queued on the current stream, with the memory that it reads and writes. Its result has the
-shape that torch computes for tensors without data (device "meta").
+shape that torch computes for zeros.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class Range(ctypes.Structure):
 
 def cuda(name: str, *arguments: Any) -> None:
     """Call a function of CUDA."""
-    if status := library()[name](*arguments):
+    if status := getattr(library(), name)(*arguments):
         raise RuntimeError(f"CUDA error: {name} returned {status}")
 
 
@@ -115,8 +116,9 @@ def synchronize(device: object = None) -> None:
 
 # -- queued operations -----------------------------------------------------------------------------
 
-# For ever, because a graph may repeat its operations.
-_operations: list[Callable[[], object]] = []
+# Most for ever, because a graph may repeat its operations.
+_operations: dict[int, Callable[[], object]] = {}
+_numbers = itertools.count()
 
 
 def _run(number: int) -> None:
@@ -126,17 +128,19 @@ def _run(number: int) -> None:
 _callback = Callback(_run)
 
 
-def queue(operation: Callable[[], object], reads: list[Any], writes: list[Any]) -> None:
-    """Queue an operation on the current stream."""
-    _operations.append(operation)
+def queue(operation: Callable[[], object], reads: list[Any], writes: list[Any]) -> int:
+    """Queue an operation on the current stream, and return its number."""
+    number = next(_numbers)
+    _operations[number] = operation
     ranges = [*_ranges(reads, is_write=False), *_ranges(writes, is_write=True)]
     library().simulation_queue(
         current_stream().handle,
         _callback,
-        ctypes.c_uint64(len(_operations) - 1),
+        ctypes.c_uint64(number),
         (Range * len(ranges))(*ranges),
         ctypes.c_size_t(len(ranges)),
     )
+    return number
 
 
 def _ranges(tensors: list[Any], *, is_write: bool) -> Iterator[Range]:
@@ -183,15 +187,17 @@ def _memories(value: Any) -> list[Any]:
     return [value.at] if isinstance(value, DeviceTensor) else []
 
 
-def _without_data(value: Any) -> Any:
+def _zeros(value: Any) -> Any:
+    """Return zeros in place of device tensors, which are not computed yet."""
     if isinstance(value, tuple):
-        return tuple(_without_data(part) for part in value)
-    return value.at.to("meta") if isinstance(value, DeviceTensor) else value
+        return tuple(_zeros(part) for part in value)
+    # Not tensors of the device "meta", whose operations are slow, and import torch's compiler.
+    return value.at.new_zeros(()).expand(value.shape) if isinstance(value, DeviceTensor) else value
 
 
 def compute(operation: Callable[..., Any], *inputs: Any) -> DeviceTensor:
     """Queue an operation, and return its result."""
-    like = operation(*_without_data(inputs))
+    like = operation(*_zeros(inputs))
     result = new(like.shape, like.dtype)
     memories = _at(inputs)
     queue(lambda: result.at.copy_(operation(*memories)), _memories(inputs), [result.at])
@@ -266,8 +272,9 @@ class DeviceTensor:
 
     def cpu(self) -> torch.Tensor:
         found = torch.empty(self.shape, dtype=self.dtype)
-        queue(lambda: found.copy_(self.at), [self.at], [])
+        number = queue(lambda: found.copy_(self.at), [self.at], [])
         current_stream().synchronize()
+        del _operations[number]  # no graph has it, and `found` may be large
         return found
 
 

@@ -1,7 +1,8 @@
 // Runs the kernels of pack.cu for the simulated GPU, and passes on each access to memory.
 //
-// The 32 lanes of a warp are fibers, as in emulated_cuda.cpp. A lane runs until a shuffle, and goes
-// on when all lanes are there. The fibers are made once, and each runs one lane after the other.
+// The 32 lanes of a warp run on fibers, as in emulated_cuda.cpp. A lane runs until a shuffle, and
+// goes on when all lanes are there. The fibers are made once. If a lane ends without a shuffle, its
+// fiber runs the next lane at once, because most lanes of a launch have little or nothing to do.
 
 #include <setjmp.h>
 #include <ucontext.h>
@@ -13,6 +14,7 @@
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "kernels.h"
 
@@ -31,7 +33,7 @@ struct Index {
     unsigned int x;
 } threadIdx, blockIdx, blockDim, gridDim;
 
-Touch touch;
+Touch may_touch;
 jmp_buf scheduler;
 bool has_trapped;
 
@@ -39,7 +41,7 @@ bool has_trapped;
 template <typename Unit>
 void note(const Unit* address, bool is_write) {
     auto first = reinterpret_cast<std::uint64_t>(address);
-    if (touch(first, first % sizeof(Unit) ? 0 : sizeof(Unit), is_write)) return;
+    if (may_touch(first, first % sizeof(Unit) ? 0 : sizeof(Unit), is_write)) return;
     has_trapped = true;
     _longjmp(scheduler, 1);
 }
@@ -71,38 +73,51 @@ void atomicAdd(unsigned long long* address, unsigned long long value) {
 
 constexpr unsigned int NUM_LANES = 32;
 
-struct Lane {
+struct Fiber {
     ucontext_t context;
     jmp_buf resume;
     alignas(16) char stack[64 << 10];
+    bool is_made;
+} fibers[NUM_LANES];
+std::vector<Fiber*> idle;  // fibers without a lane
+
+struct Lane {
+    Fiber* fiber;           // null before its begin
     std::uint64_t left[2];  // values of this shuffle and the previous one
     unsigned int num_shuffles;
-    bool has_ended, is_made;
+    bool has_ended;
 } lanes[NUM_LANES];
 unsigned int current;
 const std::function<void()>* kernel;
 
-void leave() {
-    if (!_setjmp(lanes[current].resume)) _longjmp(scheduler, 1);
+void leave(Fiber& fiber) {
+    if (!_setjmp(fiber.resume)) _longjmp(scheduler, 1);
 }
 
 void run_lanes() {
     for (;;) {
         (*kernel)();
-        lanes[current].has_ended = true;
-        leave();
+        Lane& lane = lanes[current];
+        lane.has_ended = true;
+        if (lane.num_shuffles == 0 && current + 1 < NUM_LANES) {
+            lanes[++current].fiber = lane.fiber;
+            ++threadIdx.x;
+        } else {
+            idle.push_back(lane.fiber);
+            leave(*lane.fiber);
+        }
     }
 }
 
-void enter(Lane& lane) {
+void enter(Fiber& fiber) {
     if (_setjmp(scheduler)) return;
-    if (lane.is_made) _longjmp(lane.resume, 1);
-    lane.is_made = true;
-    getcontext(&lane.context);
-    lane.context.uc_stack.ss_sp = lane.stack;
-    lane.context.uc_stack.ss_size = sizeof lane.stack;
-    makecontext(&lane.context, run_lanes, 0);
-    setcontext(&lane.context);
+    if (fiber.is_made) _longjmp(fiber.resume, 1);
+    fiber.is_made = true;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack;
+    fiber.context.uc_stack.ss_size = sizeof fiber.stack;
+    makecontext(&fiber.context, run_lanes, 0);
+    setcontext(&fiber.context);
 }
 
 template <typename Value>
@@ -110,7 +125,7 @@ Value exchange(Value value, unsigned int from) {
     Lane& self = lanes[current];
     unsigned int turn = self.num_shuffles++ % 2;
     std::memcpy(&self.left[turn], &value, sizeof(Value));
-    leave();
+    leave(*self.fiber);
     if (from < NUM_LANES) std::memcpy(&value, &lanes[from].left[turn], sizeof(Value));
     return value;
 }
@@ -156,29 +171,34 @@ BoundKernel bind_kernel(const std::string& name, void** arguments) {
 void run_kernel(const BoundKernel& launched, unsigned int num_ctas, unsigned int num_threads,
                 Touch on_touch) {
     if (!on_touch(launched.table, launched.table_bytes, false)) return;
+    if (has_trapped || idle.empty()) {
+        has_trapped = false;
+        idle.clear();
+        for (Fiber& fiber : fibers) {
+            fiber.is_made = false;  // it begins anew
+            idle.push_back(&fiber);
+        }
+    }
     kernel = &launched.lane;
-    touch = on_touch;
-    has_trapped = false;
+    may_touch = on_touch;
     gridDim.x = num_ctas;
     blockDim.x = num_threads;
     for (blockIdx.x = 0; blockIdx.x < num_ctas; ++blockIdx.x) {
         for (unsigned int warp = 0; warp < num_threads / NUM_LANES; ++warp) {
-            for (Lane& lane : lanes) {
-                lane.has_ended = false;
-                lane.num_shuffles = 0;
-            }
-            for (unsigned int num_ended = 0; num_ended < NUM_LANES;) {
-                num_ended = 0;
+            for (Lane& lane : lanes) lane = {};
+            do {
                 for (current = 0; current < NUM_LANES; ++current) {
-                    threadIdx.x = warp * NUM_LANES + current;
-                    if (!lanes[current].has_ended) enter(lanes[current]);
-                    if (has_trapped) {
-                        for (Lane& lane : lanes) lane.is_made = false;  // they begin anew
-                        return;
+                    Lane& lane = lanes[current];
+                    if (lane.has_ended) continue;
+                    if (!lane.fiber) {
+                        lane.fiber = idle.back();
+                        idle.pop_back();
                     }
-                    num_ended += lanes[current].has_ended;
+                    threadIdx.x = warp * NUM_LANES + current;
+                    enter(*lane.fiber);
+                    if (has_trapped) return;
                 }
-            }
+            } while (idle.size() < NUM_LANES);
         }
     }
 }

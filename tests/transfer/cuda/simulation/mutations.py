@@ -260,9 +260,10 @@ def edited(module: ModuleType, text: str, wrong: str) -> Iterator[None]:
     scratch: dict[str, Any] = {"__name__": module.__name__, "__file__": module.__file__}
     exec(compile(source.replace(text, wrong), str(module.__file__), "exec"), scratch)
     before: list[tuple[FunctionType, CodeType]] = []
+    of_edit = dict(functions(scratch, module))
     for name, function in functions(vars(module), module):
         before.append((function, function.__code__))
-        function.__code__ = dict(functions(scratch, module))[name].__code__
+        function.__code__ = of_edit[name].__code__
     assert any(function.__code__ != code for function, code in before), "no function has changed"
     try:
         yield

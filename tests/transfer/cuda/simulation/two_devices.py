@@ -144,7 +144,7 @@ def main() -> int:
         start_anew()
         with edited(*mutation):
             # If CUDA refuses every call, no transfer ends.
-            if not reports(lambda: scenario(wait_s=5)):
+            if not reports(lambda: scenario(wait_s=1)):
                 missed.append(name)
     start_anew()
     scenario()
