@@ -62,13 +62,17 @@ def each_interrupt(
         # An interrupt at the end of a lane costs its staging memory, as at the end of any memory.
         if seen[where] <= MOST_TIMES and "self.runtime.free" not in text:
             tried.append((number, where, text))
-    for number, (name, line), text in sampled(tried, share):
+    chosen, num_missed = sampled(tried, share), 0
+    for number, (name, line), text in chosen:
         with bench(**options) as setup:
             prepare(setup)
             print(f"interrupted in {Path(name).name}, line {line}: {text}")  # shown if a test fails
-            assert is_interrupted(partial(scenario, setup), number, sources)
-            yield setup
+            if is_interrupted(partial(scenario, setup), number, sources):
+                yield setup
+            else:  # the device was faster than in the first run, and the scenario has ended
+                num_missed += 1
         forget_loss(setup)
+    assert 20 * num_missed <= len(chosen)
 
 
 def forget_loss(setup: Bench) -> None:
