@@ -55,11 +55,14 @@ def test_float32_weights_have_a_cache_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_quantised_model_declares_its_cache(tmp_path: Path, is_beside: bool) -> None:
+@pytest.mark.parametrize("inner", [{}, {"quantization_config": None, "torch_dtype": None}])
+def test_quantised_model_declares_its_cache(
+    tmp_path: Path, is_beside: bool, inner: dict[str, None]
+) -> None:
     """In `config.json`, outside of the language model, or in the file of older ModelOpts."""
     declared = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     quantization = {"producer": {"name": "modelopt"}, "quantization": declared}
-    fields: dict[str, object] = {"text_config": DENSE}
+    fields: dict[str, object] = {"text_config": DENSE | inner, "torch_dtype": "bfloat16"}
     if is_beside:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
     else:

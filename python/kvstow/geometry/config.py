@@ -170,7 +170,9 @@ def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     if isinstance(inner, dict) and "num_hidden_layers" not in fields:
         # Transformers names the language model after the whole, unless its own type is given.
         own_type = {"model_type": f"{fields.get('model_type')}_text"}
-        fields = own_type | {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
+        # As in vLLM, that of the whole comes first. Either may be null.
+        whole = {key: fields[key] for key in _OF_THE_WHOLE if fields.get(key) is not None}
+        fields = own_type | inner | whole
     return _Fields(name, fields).model()
 
 
