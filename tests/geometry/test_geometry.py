@@ -277,6 +277,14 @@ def test_window_counts_only_if_it_is_used() -> None:
     assert set(parse_config("m", config | {"sliding_window": 0}).layers) == {"full"}
 
 
+def test_windows_that_are_named_by_layer_must_be_equal() -> None:
+    config = DENSE | {"sliding_window": 4096, "sliding_windows": [128, None, 128, None]}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert parse_config("m", config).window == 128
+    with pytest.raises(ConfigError, match="m: has 'sliding_windows', so its layers keep KV"):
+        parse_config("m", config | {"sliding_windows": [128, None, 256, None]})
+
+
 def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     inner = {key: value for key, value in DENSE.items() if key != "torch_dtype"}
