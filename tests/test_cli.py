@@ -287,12 +287,13 @@ def test_any_path_can_be_printed_in_any_encoding(trace: Path, name: str) -> None
 import sys
 from kvstow import cli
 
-name, *option = sys.argv[1:]
-sys.exit((cli.main(["replay", name, *option]), cli.main(["replay", name + ".not"])) != (0, 2))
+name, *options = sys.argv[1:]
+sys.exit((cli.main(["replay", name, *options]), cli.main(["replay", name + ".not"])) != (0, 2))
 """
-    for option, environment in (([], ascii_only), (["--json"], os.environ | {"LC_ALL": "C.UTF-8"})):
+    to_files = ["--json", "--html", "page.html"]
+    for options, environment in (([], ascii_only), (to_files, os.environ | {"LC_ALL": "C.UTF-8"})):
         done = subprocess.run(
-            [sys.executable, "-c", script, name, *option],
+            [sys.executable, "-c", script, name, *options],
             env=environment, cwd=trace.parent, capture_output=True, check=False,
         )  # fmt: skip
         assert done.returncode == OK, done.stderr

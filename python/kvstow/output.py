@@ -271,7 +271,8 @@ def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str | byte
 
         def write(content: Callable[[], str | bytes]) -> None:
             made = content()
-            file.write(made if isinstance(made, bytes) else made.encode())
+            # A page shows the name of the trace, which may not be UTF-8.
+            file.write(made if isinstance(made, bytes) else made.encode(errors="backslashreplace"))
 
         yield write
 

@@ -55,11 +55,14 @@ def test_float32_weights_have_a_cache_of_16_bits() -> None:
 
 
 @pytest.mark.parametrize("is_beside", [False, True])
-def test_quantised_model_declares_its_cache(tmp_path: Path, is_beside: bool) -> None:
+@pytest.mark.parametrize("inner", [{}, {"quantization_config": None, "torch_dtype": None}])
+def test_quantised_model_declares_its_cache(
+    tmp_path: Path, is_beside: bool, inner: dict[str, None]
+) -> None:
     """In `config.json`, outside of the language model, or in the file of older ModelOpts."""
     declared = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
     quantization = {"producer": {"name": "modelopt"}, "quantization": declared}
-    fields: dict[str, object] = {"text_config": DENSE}
+    fields: dict[str, object] = {"text_config": DENSE | inner, "torch_dtype": "bfloat16"}
     if is_beside:
         (tmp_path / "hf_quant_config.json").write_text(json.dumps(quantization))
     else:
@@ -272,6 +275,14 @@ def test_window_counts_only_if_it_is_used() -> None:
     assert set(parse_config("m", config).layers) == {"window"}
     assert set(parse_config("m", config | {"use_sliding_window": False}).layers) == {"full"}
     assert set(parse_config("m", config | {"sliding_window": 0}).layers) == {"full"}
+
+
+def test_windows_that_are_named_by_layer_must_be_equal() -> None:
+    config = DENSE | {"sliding_window": 4096, "sliding_windows": [128, None, 128, None]}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    assert parse_config("m", config).window == 128
+    with pytest.raises(ConfigError, match="m: has 'sliding_windows', so its layers keep KV"):
+        parse_config("m", config | {"sliding_windows": [128, None, 256, None]})
 
 
 def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> None:

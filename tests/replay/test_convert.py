@@ -131,6 +131,18 @@ def test_a_vllm_log_becomes_a_trace(tmp_path: Path) -> None:
     assert not {*first.trace_ids} & {*second.trace_ids}, "an adapter shares no blocks"
 
 
+def test_requests_of_a_log_may_have_the_same_id(tmp_path: Path) -> None:
+    """A client may send its id in the header X-Request-Id with each turn of a chat."""
+    path, lines = tmp_path / "vllm.log", LOG.splitlines()
+    later = lines[1].replace("12-31 23:59:58", "01-01 00:00:04").replace("4, 5]", "4, 5, 6]")
+    answer, unread = lines[5].replace("[7, 8]", "[7]"), lines[1][:-60]
+    path.write_text("\n".join([*lines, later, answer, unread, answer]))
+    requests = VllmLogReader(path, BLOCK, output_tokens=50).read().requests
+    assert [(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests] == [
+        (0, 5, 3), (3, 4, 50), (6, 6, 1),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "before",
     ["Dec 31 23:59:59 host vllm[12]: ", "2026-12-31T23:59:59+0000 host vllm[12]: ", "vllm-1  | "],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, Scheduler, cache_config
 
-from kvstow import BlockPool
+from kvstow import BlockPool, FullAttention, OffloadScheduler
 from kvstow.vllm.events import HostEvents
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -25,3 +25,27 @@ def test_block_that_is_computed_again_keeps_its_tokens_longest() -> None:
         tokens[index] = event.token_ids
     blocks = {at: list(range(at * BLOCK_SIZE, (at + 1) * BLOCK_SIZE)) for at in range(4)}
     assert tokens == blocks | {1: []}, "block 1 was computed longest ago"
+
+
+def test_reset_names_the_blocks_of_each_tier() -> None:
+    """vLLM's event for all blocks has no medium, and would take the device's blocks, too."""
+    tier = OffloadScheduler(
+        8, [FullAttention(BLOCK_SIZE)], num_disk_blocks=8, max_disk_blocks_in_flight=8, events=True
+    )
+    tier.set_disk("on")
+    tier.add("a", [b"1" * 32, b"2" * 32])
+    store = tier.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2])
+    assert store is not None
+    tier.complete(store.job_id)
+    demote = tier.demote()
+    assert demote is not None
+    tier.complete(demote.job_id)
+    host = HostEvents(cache_config(FULL), max_blocks=8)
+    stored = list(host.convert([*tier.take_events(), *tier.take_disk_events()]))
+    tier.reset()
+    removed = list(host.convert([*tier.take_events(), *tier.take_disk_events()]))
+    blocks, dropped = (
+        {event.medium: set(event.block_hashes) for event in events} for events in (stored, removed)
+    )
+    assert {medium: len(names) for medium, names in blocks.items()} == {"CPU": 2, "STORAGE": 2}
+    assert dropped == blocks

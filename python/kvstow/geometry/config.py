@@ -170,7 +170,8 @@ def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     if isinstance(inner, dict) and "num_hidden_layers" not in fields:
         # Transformers names the language model after the whole, unless its own type is given.
         own_type = {"model_type": f"{fields.get('model_type')}_text"}
-        fields = own_type | {key: fields[key] for key in _OF_THE_WHOLE if key in fields} | inner
+        whole = {key: fields[key] for key in _OF_THE_WHOLE if fields.get(key) is not None}
+        fields = own_type | inner | whole  # vLLM, too, asks the whole first
     return _Fields(name, fields).model()
 
 
@@ -209,7 +210,7 @@ class _Fields:
             heads,
             latent_values or 2 * self._head_size(),
             is_latent=latent_values > 0,
-            window=self._count("sliding_window") if "window" in kinds else 0,
+            window=self._window() if "window" in kinds else 0,
             chunk=self._count("attention_chunk_size") if "chunk" in kinds else 0,
             state=self._state() if "state" in kinds else None,
             dtype=self._text("dtype") or self._text("torch_dtype"),
@@ -397,6 +398,15 @@ class _Fields:
         if not is_rotary:
             return _every(self._count("no_rope_layer_interval", 4), layers)
         return {layer for layer, rotary in enumerate(is_rotary) if not rotary}
+
+    def _window(self) -> int:
+        """Return the tokens of a window. K-EXAONE 2 names them layer by layer."""
+        of_layers = [window for window in self._list("sliding_windows") if window]
+        if of_layers[1:] != of_layers[:-1]:
+            raise self._uncounted("sliding_windows")
+        if of_layers:
+            self._fields["sliding_window"] = of_layers[0]
+        return self._count("sliding_window")
 
     def _state_dtype(self) -> str | None:
         named = self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype")

@@ -11,6 +11,7 @@ import json
 import re
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -109,7 +110,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # The journal puts a host and `PROGRAM[PID]: ` before a line. No other text in brackets may come
 # before the time, because a line may quote another one.
 _MOMENT = r"^(?:[^\[\]]*\[\d+\]: )?[^\[\]]*?(?P<moment>\d\d-\d\d \d\d:\d\d:\d\d) \[[^\]]*\] "
-_ANY_REQUEST = re.compile(_MOMENT + r"Request \S+ details: ")
+_ANY_REQUEST = re.compile(_MOMENT + r"Request (?P<id>\S+) details: ")
 _REQUEST = re.compile(
     _MOMENT + r"Request (?P<id>\S+) details: prompt: .*, "
     r"prompt_token_ids: (?P<tokens>\[[0-9, ]+\]), prompt_embeds shape: .*\.$"
@@ -121,6 +122,26 @@ _RESPONSE = re.compile(
     r"output_token_ids: (?P<tokens>\[[0-9, ]*\])$"
 )
 _HALF_A_YEAR = timedelta(days=183)
+
+
+@dataclass(slots=True)
+class _Logged:
+    """A request of a log; without an output in the log, `num_output` is None."""
+
+    line: int
+    time_ms: float
+    tokens: list[int]
+    salt: str | None = None
+    num_output: int | None = None
+
+    def row(self, output_tokens: int) -> dict[str, object]:
+        """Return its fields, with `output_tokens` if the log has no output."""
+        return {
+            "timestamp": self.time_ms,
+            "prompt_token_ids": self.tokens,
+            "output_length": output_tokens if self.num_output is None else self.num_output,
+            "salt": self.salt,
+        }
 
 
 class VllmLogReader(TokenReader):
@@ -141,8 +162,8 @@ class VllmLogReader(TokenReader):
         self.num_without_output = 0
 
     def _rows(self) -> Iterator[tuple[int, dict[str, object]]]:
-        rows: dict[str, tuple[int, dict[str, object]]] = {}
-        outputs: dict[str, int] = {}
+        requests: list[_Logged] = []
+        newest: dict[str, _Logged] = {}  # clients may send the id of an earlier request again
         begin: datetime | None = None
         latest: datetime | None = None
         self.unread = []
@@ -151,37 +172,36 @@ class VllmLogReader(TokenReader):
             if found := _REQUEST.match(text):
                 moment = latest = self._moment(found["moment"], latest, line)
                 begin = begin or moment
-                rows[found["id"]] = (
-                    line,
-                    {
-                        "timestamp": (moment - begin).total_seconds() * 1000,
-                        "prompt_token_ids": self._listed(found["tokens"], line),
-                    },
-                )
-            elif (found := _RECEIVED.match(text)) and found["id"] in rows:
+                time_ms = (moment - begin).total_seconds() * 1000
+                logged = _Logged(line, time_ms, self._listed(found["tokens"], line))
+                newest[found["id"]] = logged
+                requests.append(logged)
+            elif (found := _RECEIVED.match(text)) and found["id"] in newest:
                 if name := _LORA_NAME.search(found["lora"]):
-                    rows[found["id"]][1]["salt"] = name[1]
-            elif found := _RESPONSE.match(text):
+                    newest[found["id"]].salt = name[1]
+            elif (found := _RESPONSE.match(text)) and found["id"] in newest:
+                logged = newest[found["id"]]
                 num_tokens = len(self._listed(found["tokens"], line))
-                outputs[found["id"]] = outputs.get(found["id"], 0) + num_tokens
-            elif _ANY_REQUEST.match(text):
+                logged.num_output = (logged.num_output or 0) + num_tokens
+            elif found := _ANY_REQUEST.match(text):
+                newest.pop(found["id"], None)  # the lines that follow are not of an earlier one
                 self.unread.append(line)
-        if not rows and self.unread:
+        if not requests and self.unread:
             self._fail(
                 self.unread[0],
                 "the token ids cannot be read, and no other line has any: the line is cut, or the "
                 "request has embeddings",
             )
-        if not rows:
+        if not requests:
             self._fail(
                 None,
                 "the log has no line `DEBUG MM-DD HH:MM:SS [...] Request ID details: ... "
                 "prompt_token_ids: [...]` in vLLM's own form: start vLLM with "
                 "--enable-log-requests and VLLM_LOGGING_LEVEL=DEBUG in the environment",
             )
-        self.num_without_output = len(rows.keys() - outputs.keys())
-        for request_id, (line, row) in rows.items():
-            yield line, row | {"output_length": outputs.get(request_id, self._output_tokens)}
+        self.num_without_output = sum(one.num_output is None for one in requests)
+        for one in requests:
+            yield one.line, one.row(self._output_tokens)
 
     def _listed(self, text: str, line: int) -> list[int]:
         try:

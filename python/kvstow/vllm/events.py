@@ -69,7 +69,11 @@ class HostEvents:
             self._contents.popitem(last=False)
 
     def convert(self, events: Sequence[BlockEvent]) -> Iterator[Any]:
-        """Return vLLM's events for kvstow's."""
+        """Yield vLLM's events for kvstow's.
+
+        A tier that is emptied names its blocks. vLLM's `AllBlocksCleared` has no medium, so it
+        would take the device's blocks, too.
+        """
         for event in events:
             if isinstance(event, BlockStored):
                 yield self._stored(event)
@@ -81,9 +85,6 @@ class HostEvents:
                     "locality": "LOCAL",
                 }
                 yield kv_events.BlockRemoved(**_known(fields, _REMOVED_FIELDS))
-            elif event.medium != "STORAGE":
-                # vLLM's event has no medium. A reset empties the host and the disk at once.
-                yield kv_events.AllBlocksCleared()
 
     def _stored(self, event: BlockStored) -> Any:
         # The disk tier stores a block after the host has, so its content is needed twice.
