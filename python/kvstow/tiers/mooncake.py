@@ -39,7 +39,7 @@ from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import HEADER_BYTES
-from kvstow.tiers.mooncake_link import Link, Links
+from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.queued import (
     DEFAULT_QUEUED_BYTES,
@@ -382,6 +382,7 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
     Raises:
         TransferError: the master does not answer.
     """
+    check_answers(address)
     store = store_class()
     sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
     if code := store.setup(host, "P2PHANDSHAKE", *sizes, protocol, devices, address):
