@@ -26,6 +26,7 @@ How it could serve a wrong block, and what prevents it:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -383,6 +384,8 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
         TransferError: the master does not answer.
     """
     check_answers(address)
+    # The master may hang just now. Then each try takes 30 s, in which no other thread runs.
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
     store = store_class()
     sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
     if code := store.setup(host, "P2PHANDSHAKE", *sizes, protocol, devices, address):
