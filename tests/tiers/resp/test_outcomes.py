@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.resp.simulated import Simulated, Words, refuses
-from tests.tiers.resp.small import BLOCKS, LONG_S, ended, get, key_of, opened, put
+from tests.tiers.resp.small import BLOCKS, LONG_S, NUM_BLOCKS, NUM_SLOTS, ended, get, key_of, opened, put
 
 from kvstow.tiers import breaker
 from kvstow.tiers.framed import Namespace
@@ -42,6 +42,23 @@ def test_a_connection_that_comes_after_the_deadline_serves_the_next_call(
         assert ended(tier.contains(BLOCKS)).error is None
         assert server.num_connections == 1
     assert not caplog.records
+
+
+def test_a_login_whose_answer_drips_in_is_given_up(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Otherwise the job never ends, and its host slots stay reserved."""
+
+    def drip(_: Words, connection: socket.socket) -> None:
+        while True:
+            connection.sendall(b"+")
+            time.sleep(0.01)
+
+    server.override = drip
+    with opened(small_arena, server.url, timeout_s=0.05) as tier:
+        ticket = tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS))
+        ticket.wait_until_ended(2)
+        assert "Timeout" in str(ticket.error)
 
 
 @pytest.mark.parametrize("code", [b"NOREPLICAS", b"MISCONF", b"READONLY", b"NOPERM"])
