@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from kvstow.tiers import breaker
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
+from kvstow.tiers.resp.wire import log_in_within
 from kvstow.transfer import HostArena
 
 
@@ -69,6 +71,21 @@ def test_a_login_whose_answer_drips_in_is_given_up(
         ticket = tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS))
         ticket.wait_until_ended(2)
         assert "Timeout" in str(ticket.error)
+
+
+def test_hiredis_gives_up_such_a_login_too() -> None:
+    """It reads by another call of the socket than redis-py itself."""
+    near, far = socket.socketpair()
+    far.sendall(b"+" * 10_000)
+
+    def on_connect() -> None:
+        while True:
+            connection._sock.recv_into(bytearray(1))
+
+    connection = SimpleNamespace(_sock=near, on_connect=on_connect)
+    with near, far, pytest.raises(TimeoutError):
+        log_in_within(0.001)(connection)
+    assert connection._sock is near
 
 
 @pytest.mark.parametrize("code", [b"NOREPLICAS", b"MISCONF", b"READONLY", b"NOPERM"])

@@ -80,11 +80,18 @@ class _Bounded:
         return getattr(self._own, name)
 
     def recv(self, num_bytes: int) -> bytes:
+        self._let_wait()
+        return self._own.recv(num_bytes)
+
+    def recv_into(self, buffer: bytearray) -> int:  # if hiredis is installed
+        self._let_wait()
+        return self._own.recv_into(buffer)
+
+    def _let_wait(self) -> None:
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the server did not answer in time")
         self._own.settimeout(min(left_s, self._limit_s))
-        return self._own.recv(num_bytes)
 
 
 def log_in_within(limit_s: float) -> Callable[[Any], None]:
