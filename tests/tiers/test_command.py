@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tests.tiers.setup import (
 )
 
 from kvstow.cli import main
-from kvstow.tiers.inspection import inspected
+from kvstow.tiers.inspection import Verified, inspected
 from kvstow.tiers.slot_index import HEADER_BYTES
 from kvstow.transfer import HostArena
 
@@ -96,6 +97,24 @@ def test_verify_reads_batch_by_batch(
     assert facts_of("verify", path, capsys)["sound_blocks"] == 6
     flip(path, 20 * SLOT_BYTES)
     assert "slots 20" in str(facts_of("verify", path, capsys, 1)["problem"])
+
+
+def test_verify_reads_through_the_page_cache_where_direct_reads_fail(path: Path) -> None:
+    """As on a file system that takes the flag, and then refuses each read."""
+
+    class Indirect(Here):
+        is_direct = False
+
+        def set_direct(self, file: int, is_direct: bool) -> None:
+            self.is_direct = is_direct
+
+        def read(self, file: int, buffers: list[np.ndarray], offset: int) -> int:
+            if self.is_direct:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().read(file, buffers, offset)
+
+    with inspected(str(path), to_lock=True, files=Indirect()) as found:
+        assert found.verify() == Verified(6, [])
 
 
 def test_verify_without_checksums_finds_no_damage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,6 +216,26 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
             assert answer(tier.get(blocks(2), [3])) == [True]
             assert (arena.slots[3] == rows[1]).all()
     master.kill()
+
+
+@pytest.mark.parametrize("stands_still", [False, True])
+def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+) -> None:
+    """Mooncake would let no other thread of the process run until it gives up, after minutes."""
+    begun: list[str] = []
+    monkeypatch.setattr("kvstow.tiers.mooncake_link._ANSWER_S", 0.1, raising=False)
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: lambda: begun.append("setup"))
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if stands_still:
+            silent.listen()
+        url = f"mooncake://127.0.0.1:{silent.getsockname()[1]}"
+        with MooncakeTier(arena, url, NAMESPACE) as tier:
+            ticket = tier.get(blocks(1), [2])
+            ticket.wait_until_ended(30)
+    assert not begun
+    assert "cannot be reached" in str(ticket.error)
 
 
 @pytest.mark.parametrize(

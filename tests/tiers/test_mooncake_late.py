@@ -40,6 +40,7 @@ class Doubtful:
         code: what each block of a call gets.
         close_code: what `close` answers.
         buffers: the buffers of its calls.
+        num_tries: how often Mooncake would try to set it up, as the environment says.
     """
 
     made: list[Doubtful]
@@ -55,6 +56,7 @@ class Doubtful:
 
     def setup(self, *_: Any) -> int:
         """Accept everything."""
+        self.num_tries = os.environ.get("MC_STORE_CLIENT_SETUP_RETRIES")
         return 0
 
     def register_buffer(self, *_: Any) -> int:
@@ -96,6 +98,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[Doubtful]:
     monkeypatch.setattr(Doubtful, "may_return", threading.Event(), raising=False)
     Doubtful.may_return.set()
     monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: Doubtful)
+    monkeypatch.setattr("kvstow.tiers.mooncake.check_answers", lambda _: None)
+    monkeypatch.delenv("MC_STORE_CLIENT_SETUP_RETRIES", raising=False)
     return made
 
 
@@ -241,6 +245,15 @@ def test_store_that_refuses_the_host_memory_is_closed(
         again.wait_until_ended(LONG_S)
     assert again.error is None
     assert [store.is_closed for store in stores] == [True, False]
+
+
+def test_mooncake_tries_once_unless_the_user_says_how_often(
+    tier: MooncakeTier, stores: list[Doubtful], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number, given in enumerate(["1", "7"]):
+        tier.get(blocks(1), [1]).wait_until_ended(LONG_S)
+        assert stores[number].num_tries == given
+        monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
 
 
 def test_call_in_doubt_is_one_that_raises(stores: list[Doubtful]) -> None:

@@ -185,6 +185,7 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeTier]:
     for name, value in (("may_go_on", threading.Event()), ("callers", []), ("priorities", [])):
         monkeypatch.setattr(Standing, name, value, raising=False)
     monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: Standing)
+    monkeypatch.setattr("kvstow.tiers.mooncake.check_answers", lambda _: None)
     with (
         HostArena(8, SLOT_BYTES) as arena,
         MooncakeTier(arena, "mooncake://127.0.0.1", NAMESPACE, num_threads=2) as tier,

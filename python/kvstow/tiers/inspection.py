@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME_BYTES, Context, Fingerprint, Frames, taken, words_of
-from kvstow.tiers.opening import INDEX_SUFFIX, in_use, index_bytes
+from kvstow.tiers.opening import INDEX_SUFFIX, in_use, index_bytes, make_direct
 from kvstow.tiers.slot_calls import SlotCalls, Unbounded
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
@@ -96,8 +96,7 @@ class Inspection:
         rows = memory.reshape(per_batch, slot_bytes)
         data = self._files.open(self.path, os.O_RDONLY | _FLAGS)
         try:
-            with suppress(OSError):
-                self._files.set_direct(data, True)
+            make_direct(self._files, data)
             calls = SlotCalls(self._files, data, -1, rows, Unbounded())
             slots: Index = self.frames["slot"].astype(np.int64)
             bad: list[int] = []

@@ -26,6 +26,7 @@ How it could serve a wrong block, and what prevents it:
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.framed import HEADER_BYTES
-from kvstow.tiers.mooncake_link import Link, Links
+from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.queued import (
     DEFAULT_QUEUED_BYTES,
@@ -382,6 +383,9 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
     Raises:
         TransferError: the master does not answer.
     """
+    check_answers(address)
+    # The master may hang just now. Then each try takes 30 s, in which no other thread runs.
+    os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
     store = store_class()
     sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
     if code := store.setup(host, "P2PHANDSHAKE", *sizes, protocol, devices, address):

@@ -12,10 +12,14 @@ open --- a call is in doubt ---> retired --- its last call returns ---> closed
 ```
 
 If the close fails, the call never ends.
+
+Mooncake sets a store up without letting go of Python. So if its master does not answer, all threads
+of the process stand still, for minutes. `check_answers` finds that out first.
 """
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +29,27 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import TransferError
+
+# A master that takes longer would hold up the process for as long.
+_ANSWER_S: Final = 2.0
+
+
+def check_answers(address: str) -> None:
+    """Wait until a master answers, while other threads go on.
+
+    A server closes a connection whose other side sends no more. The system of one that stands still
+    accepts a connection too, but nobody closes it.
+
+    Raises:
+        TransferError: it does not answer soon.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+    except OSError as error:
+        raise TransferError(f"Mooncake at {address} cannot be reached ({error})") from error
 
 
 class Link:

@@ -215,6 +215,18 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
         )
 
 
+def make_direct(files: Files, data: int) -> str | None:
+    """Let reads and writes of a data file bypass the page cache, or return why they do not."""
+    page = np.frombuffer(mmap.mmap(-1, _PROBE_BYTES), np.uint8)
+    try:
+        files.set_direct(data, True)
+        files.read(data, [page], 0)
+    except OSError as error:
+        files.set_direct(data, False)
+        return f"the file system refuses direct I/O ({error.strerror or error})"
+    return None
+
+
 def in_use(files: Files, index: int, path: str, advice: str) -> str:
     """Return the message about a locked file: where it is in use, and the way out."""
     holder = files.holder(index)
@@ -281,7 +293,7 @@ class _Opening:
             frames, num_dropped = read_frames(
                 files, index, header.num_slots, num_data_slots, context
             )
-        not_direct = self._make_direct(data)
+        not_direct = make_direct(files, data)
         return Opened(wanted.path, data, index, header, context, frames, not_direct, num_dropped)
 
     def _found(self, index: int, *, has_data: bool) -> Header | None:
@@ -373,17 +385,6 @@ class _Opening:
             self._on_failure(self._files.truncate, file, old_bytes)
         self._files.allocate(file, new_bytes)
         return old_bytes
-
-    def _make_direct(self, data: int) -> str | None:
-        """Bypass the page cache, or return why that does not work."""
-        page = np.frombuffer(mmap.mmap(-1, _PROBE_BYTES), np.uint8)
-        try:
-            self._files.set_direct(data, True)
-            self._files.read(data, [page], 0)
-        except OSError as error:
-            self._files.set_direct(data, False)
-            return f"the file system refuses direct I/O ({error.strerror or error})"
-        return None
 
     def _sync_folder(self) -> None:
         """Make the names of new files survive a loss of power."""

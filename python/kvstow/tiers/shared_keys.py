@@ -138,6 +138,9 @@ def _clients(
                 f"({USERNAME_VARIABLE}, {PASSWORD_VARIABLE})"
             )
         raise TransferError(f"{address}: {why}") from error
+    # Of redis-py, which takes an answer for what it has asked for.
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+        raise TransferError(f"{address} does not speak RESP: check the port") from error
     finally:
         for client in clients:
             client.close()

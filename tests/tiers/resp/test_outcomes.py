@@ -7,17 +7,29 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.tiers.resp.simulated import Simulated, Words, refuses
-from tests.tiers.resp.small import BLOCKS, LONG_S, ended, get, key_of, opened, put
+from tests.tiers.resp.small import (
+    BLOCKS,
+    LONG_S,
+    NUM_BLOCKS,
+    NUM_SLOTS,
+    ended,
+    get,
+    key_of,
+    opened,
+    put,
+)
 
 from kvstow.tiers import breaker
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
+from kvstow.tiers.resp.wire import log_in_within
 from kvstow.transfer import HostArena
 
 
@@ -42,6 +54,38 @@ def test_a_connection_that_comes_after_the_deadline_serves_the_next_call(
         assert ended(tier.contains(BLOCKS)).error is None
         assert server.num_connections == 1
     assert not caplog.records
+
+
+def test_a_login_whose_answer_drips_in_is_given_up(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Otherwise the job never ends, and its host slots stay reserved."""
+
+    def drip(_: Words, connection: socket.socket) -> None:
+        while True:
+            connection.sendall(b"+")
+            time.sleep(0.01)
+
+    server.override = drip
+    with opened(small_arena, server.url, timeout_s=0.05) as tier:
+        ticket = tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS))
+        ticket.wait_until_ended(2)
+        assert "Timeout" in str(ticket.error)
+
+
+def test_hiredis_gives_up_such_a_login_too() -> None:
+    """It reads by another call of the socket than redis-py itself."""
+    near, far = socket.socketpair()
+    far.sendall(b"+" * 10_000)
+
+    def on_connect() -> None:
+        while True:
+            connection._sock.recv_into(bytearray(1))
+
+    connection = SimpleNamespace(_sock=near, on_connect=on_connect)
+    with near, far, pytest.raises(TimeoutError):
+        log_in_within(0.001)(connection)
+    assert connection._sock is near
 
 
 @pytest.mark.parametrize("code", [b"NOREPLICAS", b"MISCONF", b"READONLY", b"NOPERM"])

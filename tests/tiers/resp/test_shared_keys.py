@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server
+from tests.tiers.resp.simulated import Simulated
 from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, TransferError
@@ -84,6 +85,16 @@ def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
             delete_blocks(server.url, OWN)
     with pytest.raises(ConfigError, match="http://host names no RESP servers"):
         delete_blocks("http://host", OWN)
+
+
+@pytest.mark.parametrize("answer", [b"$abc\r\n", b":1\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:3\r\n"])
+def test_server_that_answers_something_else_is_named(
+    capsys: pytest.CaptureFixture[str], answer: bytes
+) -> None:
+    with Simulated(lambda *_: answer) as server:
+        assert main(["tier", "info", server.url]) == 74
+    said = capsys.readouterr().err
+    assert said == f"kvstow: 127.0.0.1:{server.port} does not speak RESP: check the port\n"
 
 
 @pytest.mark.parametrize("given", ["", "00", "g" * 32, "A" * 32, "0" * 33])

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from kvstow._core import ConfigError
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command
+from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command, log_in_within
 
 # Connecting takes several round trips. A job with less time than this connects for later ones.
 _MIN_CONNECT_S: Final = 0.25
@@ -169,6 +169,7 @@ class Nodes:
 
     def _connect(self, node: Node, limit_s: float, options: dict[str, Any]) -> Wire:
         redis, options = self._redis, options | self._limits(limit_s)
+        options["redis_connect_func"] = log_in_within(options["socket_timeout"])
         if node.path:
             made: Any = redis.UnixDomainSocketConnection(path=node.path, **options)
         else:
@@ -176,7 +177,8 @@ class Nodes:
             made = kind(host=node.host, port=node.port, **options)
         try:
             return Wire(made)
-        except ValueError as error:  # of the system's resolver, or of redis-py, which then goes on
+        # Of the system's resolver, or of redis-py, which then goes on.
+        except (ValueError, RecursionError) as error:
             made.disconnect()
             why = "its name cannot be looked up, or it does not speak RESP"
             raise WireError(why) from error

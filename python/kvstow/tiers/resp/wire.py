@@ -16,7 +16,7 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 Buffer: TypeAlias = bytes | memoryview
 Answer: TypeAlias = "bytes | int | list[Answer] | Refusal | None"
@@ -36,6 +36,8 @@ _BYTES_PER_CALL: Final = 256 << 10
 # The system refuses a wait of centuries. A wait of 0 would be one without an end.
 _MAX_TIMEOUT_S: Final = 86400.0
 _MIN_TIMEOUT_S: Final = 0.001
+# A login, the name and the version of redis-py, and the database.
+_LOGIN_STEPS: Final = 4
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -65,6 +67,52 @@ class Connects(Protocol):
 
     def disconnect(self) -> None:
         """Close the socket."""
+
+
+class _Bounded:
+    """A socket for redis-py that waits up to a time, however many single bytes arrive meanwhile."""
+
+    def __init__(self, own: socket.socket, limit_s: float) -> None:
+        self._own, self._limit_s = own, limit_s
+        self._until_s = time.monotonic() + _LOGIN_STEPS * limit_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def recv(self, num_bytes: int) -> bytes:
+        self._let_wait()
+        return self._own.recv(num_bytes)
+
+    def recv_into(self, buffer: bytearray) -> int:  # if hiredis is installed
+        self._let_wait()
+        return self._own.recv_into(buffer)
+
+    def _let_wait(self) -> None:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the server did not answer in time")
+        self._own.settimeout(min(left_s, self._limit_s))
+
+
+def log_in_within(limit_s: float) -> Callable[[Any], None]:
+    """Return how a connection of redis-py logs in, for its option `redis_connect_func`.
+
+    By itself redis-py waits so long for each piece of an answer, so for ever if bytes drip in.
+
+    Args:
+        limit_s: the most seconds for each step.
+    """
+
+    def log_in(connection: Any) -> None:
+        own = connection._sock
+        connection._sock = _Bounded(own, limit_s)
+        try:
+            connection.on_connect()
+        finally:
+            if connection._sock is not None:  # it is None after an error that closed it
+                connection._sock = own
+
+    return log_in
 
 
 class Wire:
