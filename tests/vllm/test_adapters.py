@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 from tests.vllm.disked import Server, folder_on_disk
 from vllm.lora.request import LoRARequest
 
@@ -91,6 +92,32 @@ def test_old_blocks_would_be_served(
     hit(server, adapter(local))
     replace(local)
     assert hit(server, adapter(local)) == NUM_HIT
+
+
+def test_an_adapter_in_the_users_home_is_on_this_machine(
+    server: Server, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(local.parent))
+    at_home = adapter(f"~/{local.name}")
+    assert hit(server, at_home) == 0
+    assert hit(server, at_home) == NUM_HIT
+    replace(local)
+    assert hit(server, at_home) == 0
+
+
+def test_an_adapter_of_another_revision_of_its_repository_takes_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes the newest revision whenever it loads the adapter, under the same number too."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert hit(server, adapter(REMOTE)) == 0, "vLLM has not loaded the adapter yet"
+    for revision, expected in ("first", NUM_HIT), ("other", 0), ("first", 0):
+        cache = tmp_path / "models--someone--adapter"
+        (cache / "snapshots" / revision).mkdir(parents=True, exist_ok=True)
+        (cache / "snapshots" / revision / "adapter_config.json").touch()
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / "main").write_text(revision)
+        assert hit(server, adapter(REMOTE)) == hit(server, adapter(REMOTE)) == expected
 
 
 def test_a_remote_adapter_that_was_loaded_again_takes_nothing(server: Server) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import prometheus_client
-from prometheus_client import CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from kvstow import Engine, FullAttention, hash_tokens
 from kvstow.observability.metrics import CONNECTOR_METRICS, MetricsCollector
@@ -135,3 +135,17 @@ def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
     assert total.data["store_seconds each"] == [0.25, 0.5, 1.5]
     assert total.data["stored_bytes each"] == [100, 100, 100]
     assert total.data.keys() <= EXPORTED.keys() | EACH.keys()
+
+
+def test_a_second_engine_of_a_process_takes_over_the_metrics() -> None:
+    """vLLM makes the metrics anew, as it may after an engine that was shut down."""
+    for value in (3, 5):
+        metrics = ConnectorPromMetrics(
+            SimpleNamespace(kv_transfer_config=None),
+            {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
+            ["model_name", "engine"],
+            {0: ["a model", "0"]},
+        )
+        metrics.observe({"stored_blocks": value}, 0)
+    found = samples(REGISTRY, model_name="a model", engine="0")
+    assert found["kvstow_transfer_blocks_total", "store"][2] == 5

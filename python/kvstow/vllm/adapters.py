@@ -5,9 +5,11 @@ again if an operator asks for it, in place or after unloading it, or if it fell 
 for adapters. How old KV could be served then, and what prevents it:
 
 - The files of a local adapter were replaced: each lookup compares them with those of the first.
-- An adapter that is not on this machine was loaded again: vLLM gives it another number, unless it
-  was loaded in place, which the request says. In place it may happen again, and no request shows
-  it, so such an adapter is never trusted.
+- The path names a repository of the hub. Each load takes its newest revision, and the hub's cache
+  on this machine says which one that is. A lookup may come before vLLM has loaded the first one.
+- An adapter of which this machine has no files was loaded again: vLLM's server gives it another
+  number, unless it was loaded in place, which the request says. In place it may happen again, and
+  no request shows it, so such an adapter is never trusted.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -45,7 +48,9 @@ class Adapters:
         hashed = tuple(_gen_lora_extra_hash_keys(request))
         if hashed not in self._changed:
             stamp = _stamp(adapter)
-            if stamp is not None and stamp == self._stamps.setdefault(hashed, stamp):
+            known = self._stamps.get(hashed, stamp)
+            if stamp is not None and known in (stamp, (*stamp[:-1], None)):
+                self._stamps[hashed] = stamp
                 return False
             self._changed.add(hashed)
             logger.warning(
@@ -67,12 +72,22 @@ def _stamp(adapter: Any) -> _Stamp:
     """Return what changes with the weights of an adapter; None if nothing tells."""
     path = adapter.lora_path
     try:
-        with os.scandir(path) as entries:
+        with os.scandir(os.path.expanduser(path)) as entries:  # as vLLM looks for it
             states = [(entry.name, os.stat(entry.path)) for entry in entries]
     except OSError:
-        return None if adapter.load_inplace else (path, adapter.lora_int_id)
+        return None if adapter.load_inplace else (path, adapter.lora_int_id, _revision(path))
     files = (
         (name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
         for name, state in states
     )
     return (path, *sorted(files))
+
+
+def _revision(repository: str) -> str | None:
+    """Return where the hub's cache has the newest revision of an adapter; None if it has none."""
+    with suppress(ImportError, OSError, ValueError):  # it names no repository that can be read
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - vLLM has it
+
+        found = try_to_load_from_cache(repository, "adapter_config.json")
+        return found if isinstance(found, str) else None
+    return None

@@ -29,7 +29,8 @@ def check(config: VllmConfig) -> None:
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
             "enable_prefix_caching is False, and the host tier needs vLLM's block hashes: start "
-            "vLLM with --enable-prefix-caching, or without the connector"
+            "vLLM with --enable-prefix-caching, or without the connector if vLLM switches that off "
+            "for this model"
         )
     parallel = config.parallel_config
     for name, flag in (

@@ -7,8 +7,10 @@ once for all ranks.
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from contextlib import suppress
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
+from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -117,6 +119,9 @@ class StatsReporter:
 class ConnectorPromMetrics(KVConnectorPromMetrics):
     """The statistics as Prometheus metrics, with vLLM's labels before those of `METRICS`."""
 
+    # The metrics of the last engine of this process, by what made them, and their names.
+    _registered: ClassVar[dict[tuple[Any, str], Any]] = {}
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         exported = EXPORTED | EACH
@@ -133,12 +138,20 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
 
     def _family(self, metric: Metric) -> Any:
         labels = [*self._labelnames, metric.label] if metric.label else self._labelnames
-        options = {"name": metric.name, "documentation": metric.text, "labelnames": labels}
+        options: dict[str, Any] = {"multiprocess_mode": "mostrecent"}
+        make = self._gauge_cls
         if metric.kind == "histogram":
-            return self._histogram_cls(**options, buckets=list(metric.bounds))
-        if metric.kind == "counter":
-            return self._counter_cls(**options)
-        return self._gauge_cls(**options, multiprocess_mode="mostrecent")
+            make, options = self._histogram_cls, {"buckets": list(metric.bounds)}
+        elif metric.kind == "counter":
+            make, options = self._counter_cls, {}
+        # A registry takes a name once, and vLLM removes only its own metrics of an earlier engine.
+        earlier = self._registered.pop((make, metric.name), None)
+        if earlier is not None:
+            with suppress(KeyError):  # it is in another registry, or in none
+                REGISTRY.unregister(earlier)
+        family = make(name=metric.name, documentation=metric.text, labelnames=labels, **options)
+        self._registered[make, metric.name] = family
+        return family
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the statistics that an engine reports."""
