@@ -218,9 +218,9 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
     master.kill()
 
 
-@pytest.mark.parametrize("stands_still", [False, True])
+@pytest.mark.parametrize("master", ["down", "stands still", "has no name"])
 def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
-    arena: HostArena, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     """Mooncake would let no other thread of the process run until it gives up, after minutes."""
     begun: list[str] = []
@@ -228,9 +228,10 @@ def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
     monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: lambda: begun.append("setup"))
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
-        if stands_still:
+        if master == "stands still":
             silent.listen()
-        url = f"mooncake://127.0.0.1:{silent.getsockname()[1]}"
+        host = "a..b" if master == "has no name" else "127.0.0.1"
+        url = f"mooncake://{host}:{silent.getsockname()[1]}"
         with MooncakeTier(arena, url, NAMESPACE) as tier:
             ticket = tier.get(blocks(1), [2])
             ticket.wait_until_ended(30)

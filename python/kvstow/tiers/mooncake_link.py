@@ -48,7 +48,7 @@ def check_answers(address: str) -> None:
         with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter for a name that no system can look up
         raise TransferError(f"Mooncake at {address} cannot be reached ({error})") from error
 
 
