@@ -98,11 +98,11 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_OVERLAYS:%=$(DRIFT)/%/.
 	        dist/kvstow-*_$$(uname -m).whl || exit 1; \
 	done; \
 	for version in $(DRIFT_BUILDS); do \
-	    echo "vLLM $$version: the drift test, prompts that fall out of the device and come back, and KVStowDisk"; \
+	    echo "vLLM $$version: the drift test, prompts that fall out of the device and come back, KVStowDisk, and fingerprints"; \
 	    $(DRIFT)/$$version/bin/python -m pytest -q tests/vllm/test_drift.py tests/vllm/test_engine.py \
 	        tests/vllm/test_accelerate.py tests/vllm/test_accelerate_patch.py tests/vllm/test_scheduler_states.py \
-	        tests/vllm/test_scheduler_sleep.py tests/vllm/test_secondary_tier.py \
-	        -k 'test_drift or test_accelerate or scheduler_states or scheduler_sleep or second_round or damage or secondary_tier' || failed="$$failed $$version"; \
+	        tests/vllm/test_scheduler_sleep.py tests/vllm/test_secondary_tier.py tests/vllm/test_fingerprint.py \
+	        -k 'test_drift or test_accelerate or scheduler_states or scheduler_sleep or second_round or damage or secondary_tier or fingerprint' || failed="$$failed $$version"; \
 	done; \
 	for version in $(DRIFT_OVERLAYS); do \
 	    echo "vLLM $$version: all tests of the connector"; \

@@ -1,9 +1,9 @@
 """An MLA model on two ranks of vLLM's CPU engine, which share one copy of its KV on the host.
 
-vLLM caches prefixes of MLA models on the CPU only with AMX, because its reference kernels are not
-checked for it. These tests switch the cache on, and check that answers from vLLM's own hits are
-right. vLLM's CPU kernel of rotary embeddings gives other answers in other batches, so PyTorch's
-operations take its place.
+vLLM caches prefixes of MLA models on the CPU only with AMX, whose kernels do not take float32. Its
+reference kernels are not checked for it. These tests choose them, switch the cache on, and check
+that answers from vLLM's own hits are right. vLLM's CPU kernel of rotary embeddings gives other
+answers in other batches, so PyTorch's operations take its place.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def running(folder: Path, num_blocks: int = 60, **settings: Any) -> Iterator[Eng
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
             max_model_len=512,
+            attention_backend="CPU_MLA",
             compilation_config={"custom_ops": ["none"]},
             **settings,
         )

@@ -11,6 +11,7 @@ How a wrong block could be served, and what each test does about it:
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.vllm.setting import CONNECTOR
 from tests.vllm.sharing import redis_of
 
 from kvstow.tiers.framed import Namespace
+from kvstow.vllm import identity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
@@ -60,6 +62,9 @@ def running(
         "kv_connector_extra_config": OPTIONS | {"shared": store.url},
     }
     settings: dict[str, Any] = {"kv_transfer_config": transfer, "tensor_parallel_size": num_ranks}
+    # Ranks are other processes. They share nothing if they began while files might still change.
+    shared_from = identity.last_change(str(folder), folder) + identity._FRESH_S + 0.1
+    time.sleep(max(0.0, shared_from - time.time()))
     engine = Engine(folder, num_blocks=80, **settings)
     try:
         yield engine

@@ -147,6 +147,7 @@ OTHERS: dict[str, Change] = {
     ),
     "kernels of experts": of("config.kernel_config.moe_backend", "marlin"),
     "kernels of linear layers": of("config.kernel_config.linear_backend", "emulation"),
+    "kernels of whole layers": of("config.kernel_config.monokernel", True),
     "kernels of one quantization": of(
         "config.kernel_config.linear_backend_per_quant", {"nvfp4_w4a16": "humming"}
     ),
@@ -219,12 +220,16 @@ def test_each_variable_that_changes_numbers_keeps_servers_apart(
     assert shaping_module.shaping(config) == before
 
 
-# Not each version has these: 0.30 the first one, 0.32 the second, and 0.33 the others.
+# The versions that have a variable, where not all have it.
 OF_SOME_VERSIONS = {
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4",
-    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS",
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
+    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": {"0.32", "0.33"},
+    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD": {"0.31", "0.32", "0.33"},
+    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS": {"0.32"},
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": {"0.33"},
+    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE": {"0.33"},
+    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": {"0.32", "0.33"},
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2": {"0.31", "0.32", "0.33"},
+    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4": {"0.30"},
 }
 
 
@@ -247,7 +252,10 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
         shaping_module._STATE_LAYOUT,
         shaping_module._VIDEO_LOADER,
     }
-    assert variables - OF_SOME_VERSIONS <= {*envs.environment_variables}
+    version = ".".join(map(str, vllm_version.__version_tuple__[:2]))
+    of_this = {it for it in variables if version in OF_SOME_VERSIONS.get(it, {version})}
+    assert of_this == variables & {*envs.environment_variables}
+    assert ("monokernel" in settings(KernelConfig)) == (version not in {"0.30", "0.31", "0.32"})
     page = (Path(__file__).parents[2] / "docs/reference/connector.md").read_text()
     assert variables <= set(re.findall(r"`(VLLM_\w+)`", page))
 

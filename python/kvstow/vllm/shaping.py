@@ -166,7 +166,10 @@ def _variable(name: str) -> Any:
 def _backends(config: VllmConfig) -> list[Any]:
     """Return the kernels that the user names, some of which round weights or activations."""
     kernels = vars(config.kernel_config).items() if hasattr(config, "kernel_config") else ()
-    named = sorted((name, value) for name, value in kernels if "backend" in name)
+    # `--monokernel` of 0.33 rounds the activations of experts to 8 bits, whatever their backend.
+    named = sorted(
+        (name, value) for name, value in kernels if "backend" in name or name == "monokernel"
+    )
     # `--gdn-prefill-backend` is here, and what a plugin of a platform reads.
     more: Any = getattr(config, "additional_config", None)
     others = more.compute_hash() if hasattr(more, "compute_hash") else more
