@@ -392,6 +392,7 @@ def layout(num_blocks: int) -> BlockLayout:
         ([layout(8)], {"load_timeout_s": 0.0}, "load_timeout_s is 0.0"),
         ([layout(8)], {"load_timeout_s": float("nan")}, "load_timeout_s is nan"),
         ([layout(8)], {"load_timeout_s": 10**400}, "load_timeout_s is 1000"),
+        ([layout(8)], {"load_timeout_s": np.float32("inf")}, "load_timeout_s is .*inf"),
         ([layout(8)], {"policy": "arc"}, "arc"),
         ([layout(8)], {"mode": "lazy"}, "a lazy engine needs a horizon"),
         ([layout(8)], {"horizon_blocks": 4}, "an eager one has none"),

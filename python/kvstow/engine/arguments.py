@@ -2,9 +2,9 @@
 
 import inspect
 import operator
-import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -36,8 +36,9 @@ def checked_limit_s(name: str, timeout_s: float | None) -> float | None:
     """Return a time limit in seconds, above 0, or None."""
     if timeout_s is None:
         return None
-    if isinstance(timeout_s, Real) and 0 < timeout_s <= sys.float_info.max:
-        return float(timeout_s)
+    if isinstance(timeout_s, Real) and 0 < timeout_s < float("inf"):
+        with suppress(OverflowError):  # of a whole number that no float can hold
+            return float(timeout_s)
     raise ConfigError(
         f"{name} is {timeout_s!r}, expected seconds above 0: pass a number, or None to wait for "
         "every copy"

@@ -384,7 +384,7 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
         TransferError: the master does not answer.
     """
     check_answers(address)
-    # The master may hang just now. Then each try takes 30 s, in which no other thread runs.
+    # The master may hang after it has answered. Then no other thread runs for 30 s in each try.
     os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
     store = store_class()
     sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)

@@ -13,8 +13,8 @@ open --- a call is in doubt ---> retired --- its last call returns ---> closed
 
 If the close fails, the call never ends.
 
-Mooncake sets a store up without letting go of Python. So if its master does not answer, all threads
-of the process stand still, for minutes. `check_answers` finds that out first.
+Mooncake holds Python's lock while it sets a store up. So if its master does not answer, all threads
+of the process stand still, for minutes. `check_answers` finds out first whether it does.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _ANSWER_S: Final = 2.0
 def check_answers(address: str) -> None:
     """Wait until a master answers, while other threads go on.
 
-    A server closes a connection whose other side sends no more. The system of one that stands still
-    accepts a connection too, but nobody closes it.
+    A server closes a connection whose other side sends no more. If the server stands still, its
+    system still accepts connections, but nobody closes them.
 
     Raises:
         TransferError: it does not answer soon.

@@ -139,7 +139,7 @@ def _clients(
             )
         raise TransferError(f"{address}: {why}") from error
     # Of redis-py, which takes an answer for what it has asked for.
-    except (AttributeError, RecursionError, TypeError, ValueError) as error:
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise TransferError(f"{address} does not speak RESP: check the port") from error
     finally:
         for client in clients:

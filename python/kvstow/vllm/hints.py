@@ -20,13 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvstow import ConfigError
-from kvstow.vllm.option_readers import (
-    option,
-    read_choice,
-    read_count,
-    read_flag,
-    read_option,
-)
+from kvstow.vllm.option_readers import option, read_choice, read_count, read_flag, read_option
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -87,7 +87,10 @@ def test_what_cannot_be_deleted_names_the_reason(tmp_path: Path) -> None:
         delete_blocks("http://host", OWN)
 
 
-@pytest.mark.parametrize("answer", [b"$abc\r\n", b":1\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:3\r\n"])
+@pytest.mark.parametrize(
+    "answer",
+    [b"$abc\r\n", b"$99999999999999999999\r\n", b":1\r\n", b"*2\r\n$1\r\n0\r\n*1\r\n:3\r\n"],
+)
 def test_server_that_answers_something_else_is_named(
     capsys: pytest.CaptureFixture[str], answer: bytes
 ) -> None:

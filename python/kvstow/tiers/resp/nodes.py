@@ -178,7 +178,7 @@ class Nodes:
         try:
             return Wire(made)
         # Of the system's resolver, or of redis-py, which then goes on.
-        except (ValueError, RecursionError) as error:
+        except (OverflowError, RecursionError, ValueError) as error:
             made.disconnect()
             why = "its name cannot be looked up, or it does not speak RESP"
             raise WireError(why) from error

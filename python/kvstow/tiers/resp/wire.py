@@ -97,7 +97,8 @@ class _Bounded:
 def log_in_within(limit_s: float) -> Callable[[Any], None]:
     """Return how a connection of redis-py logs in, for its option `redis_connect_func`.
 
-    By itself redis-py waits so long for each piece of an answer, so for ever if bytes drip in.
+    By itself redis-py waits that long for each piece of an answer. If single bytes drip in, it
+    waits for ever.
 
     Args:
         limit_s: the most seconds for each step.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.pinning import pinned_arena
 from kvstow.transfer.cuda.runtime import CudaRuntime, cuda_runtime
+from kvstow.transfer.cuda.sums import SumRing
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
 REFUSED, LOST = "cudaError 1:", "cudaError 700:"
@@ -471,6 +473,22 @@ def test_sums_of_jobs_in_flight_do_not_overlap() -> None:
         setup.land(third)
         assert second.poll()
         assert second.error is None
+
+
+def test_room_for_sums_is_free_and_inside_of_the_memory() -> None:
+    rng, ring = random.Random(0), SumRing(cuda_runtime(0), capacity := 8)
+    in_flight: list[tuple[int, int]] = []
+    num_times_full = 0
+    for _ in range(1000):
+        num_blocks = rng.randint(1, capacity)
+        while (begin := ring.room_for(num_blocks, in_flight)) is None:
+            in_flight.pop(0)
+        in_flight.append((begin, num_blocks))
+        taken = [at for first, num in in_flight for at in range(first, first + num)]
+        assert len({*taken} & {*range(capacity)}) == len(taken)
+        num_times_full += len(taken) == capacity
+    assert num_times_full > 100
+    ring.close()
 
 
 # -- errors ----------------------------------------------------------------------------------------

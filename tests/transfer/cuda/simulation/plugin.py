@@ -21,10 +21,10 @@ LARGEST, ITS_LAYOUT = "-131072]", "[halves-"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if IS_FULL:
+    largest = [item for item in items if item.name.endswith(LARGEST)]
+    left_out = [item for item in largest if ITS_LAYOUT not in item.name]
+    if IS_FULL or left_out == largest:  # without this layout, as if only some tests are named
         return
-    left_out = [i for i in items if i.name.endswith(LARGEST) and ITS_LAYOUT not in i.name]
-    assert len(left_out) == 8, "the names of the round trips have changed"
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
