@@ -838,9 +838,9 @@ class Engine(Closing):
         """End every copy, stop the movers and release the host memory. A second call does nothing.
 
         A tier below the host first writes blocks that are due, for `flush_s` seconds at most. If
-        one part cannot be closed, it closes the others and then raises the first error. You can
-        still finish requests and inspect them. Requests that were loading never run. A file in
-        which the engine sleeps stays.
+        one part cannot be closed, it closes the others and then raises the first error. If Ctrl-C
+        cuts this short, call it again. You can still finish requests and inspect them. Requests
+        that were loading never run. A file in which the engine sleeps stays.
         """
         call_all([self._flush_disk, self._close])
 
