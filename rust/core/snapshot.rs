@@ -76,7 +76,9 @@ impl OffloadScheduler {
                 "this scheduler is not new: restore the snapshot into a new one".to_owned(),
             ));
         }
-        self.fill(opened::<SchedulerRecord>(SCHEDULER, snapshot)?)
+        let mut filled = self.fill(opened::<SchedulerRecord>(SCHEDULER, snapshot)?)?;
+        filled.report_empty_disk();
+        Ok(filled)
     }
 }
 

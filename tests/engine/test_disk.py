@@ -26,11 +26,13 @@ from tests.engine.disk_world import (
     slot_file,
     world,
 )
-from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS
+from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
 from tests.interrupts import is_interrupted
 from tests.tiers.setup import LONG_S, Here
 
 from kvstow import (
+    AllBlocksCleared,
+    BlockStored,
     ConfigError,
     Engine,
     FullAttention,
@@ -39,6 +41,7 @@ from kvstow import (
     TransferError,
     hash_tokens,
 )
+from kvstow.observability import BlockEvent
 from kvstow.tiers import SlotFile, SlotFileMismatch
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import READY, BlockLayout
@@ -331,23 +334,33 @@ def test_disk_that_cannot_be_written_is_read_on_with_one_warning(
         assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
 
 
+def disk_events(it: World) -> list[BlockEvent]:
+    return [event for event in it.engine.take_events() if event.medium == "STORAGE"]
+
+
 @pytest.mark.parametrize("preserve", [True, False])
 def test_disk_stays_warm_while_the_engine_sleeps(tmp_path: Path, preserve: bool) -> None:
     for place in ("host", tmp_path / "snapshot"):
         to: dict[str, Any] = {} if place == "host" else {"to": place}
-        with world(tmp_path / f"disk of {str(place)[-8:]}") as it:
+        with world(tmp_path / f"disk of {str(place)[-8:]}", events=True) as it:
             fall_off(it)
+            it.engine.take_events()
             it.engine.sleep(after=READY, preserve=preserve, **to, **WHO)
             it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **WHO)
             assert mode(it) == "on"
+            first, *others = disk_events(it)
+            assert isinstance(first, AllBlocksCleared)
+            num_known = sum(len(one.block_hashes) for one in others if isinstance(one, BlockStored))
+            assert num_known == it.engine.stats()["disk_resident_blocks"] > 0
             assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
 
 
 def test_engine_wakes_without_a_disk_that_cannot_be_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with world(tmp_path / "disk") as it:
+    with world(tmp_path / "disk", events=True) as it:
         fall_off(it)
+        it.engine.take_events()
         it.engine.sleep(after=READY, to=tmp_path / "snapshot", **WHO)
         stolen = slot_file(tmp_path / "disk", on_mismatch="reset")
         with world(tmp_path / "disk", disk=stolen, disk_options=options(identity="n")):
@@ -358,6 +371,7 @@ def test_engine_wakes_without_a_disk_that_cannot_be_opened(
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "identity 'n' is not 'm'" in caplog.text
         assert mode(it) == "off"
+        assert [type(event) for event in disk_events(it)] == [AllBlocksCleared]
         it.engine.reset()
         settle(it)
         assert mode(it) == "off"

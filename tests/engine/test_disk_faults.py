@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.disk_world import OTHER, fall_off, forget_device, serve, settle, world
+from tests.engine.disk_world import (
+    NUM_HOST,
+    OTHER,
+    fall_off,
+    forget_device,
+    options,
+    serve,
+    settle,
+    slot_file,
+    world,
+)
 from tests.engine.test_faults import Faults, Watched
 from tests.engine.world import BLOCK, DOCUMENT, World
 from tests.sampled import sampled
@@ -19,8 +29,9 @@ from tests.tiers.setup import Here
 
 from kvstow import OffloadScheduler
 from kvstow.tiers import SlotTier
+from kvstow.tiers.lanes import Lanes
 from kvstow.tiers.runner import TierRunner
-from kvstow.transfer import READY, BlockLayout
+from kvstow.transfer import READY, BlockLayout, mover_for
 
 NUM_TRIED = 40
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
@@ -100,3 +111,26 @@ def test_interrupted_call_leaks_no_pin_and_no_slot(
         except BaseException as failure:
             failure.add_note(f"call {at} of about {num_calls} was interrupted")
             raise
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Lanes, "stop"), (SlotTier, "close")])
+def test_second_close_gives_up_the_file_that_an_interrupt_left_open(
+    kind: type, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    given: Any = {"disk": slot_file(tmp_path / "disk"), "disk_options": options()}
+    it = World(17, NUM_HOST, mover=mover_for, **given)
+    fall_off(it)
+    demoted_bytes = it.engine.stats()["demoted_bytes"]
+    assert demoted_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(kind, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.engine.close()
+    it.engine.close()
+    it.engine.check()
+    assert it.engine.stats()["demoted_bytes"] == demoted_bytes
+    with world(tmp_path / "disk") as other:
+        assert serve(other, "reader", DOCUMENT)

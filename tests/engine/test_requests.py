@@ -431,6 +431,17 @@ def test_a_block_that_is_hashed_twice_is_refused() -> None:
         assert state(it.engine) == before
 
 
+def test_equal_hashes_of_a_request_are_refused() -> None:
+    """Hashes that are not chained are equal for equal blocks, which have other K and V."""
+    with world() as it:
+        alone = [hash_tokens([7] * BLOCK, BLOCK)[0], hash_tokens(DOCUMENT, BLOCK)[0]]
+        before = state(it.engine)
+        with pytest.raises(ConfigError, match=r"'one' has the hash [0-9a-f]{64} at 0 and at 2: "):
+            it.engine.add("one", [*alone, alone[0]])
+        assert state(it.engine) == before
+        it.engine.add("one", alone)
+
+
 def test_a_block_is_hashed_when_its_last_token_is_sampled() -> None:
     """A token that was sampled has no slot yet. After a preemption many have none."""
     with world() as it:

@@ -99,10 +99,10 @@ class Both(Shared):
         if all(ticket.has_ended for ticket in self._renewals):
             self._renewals = []
 
-    def close(self) -> None:
-        """Carry out every job, and close files and connections."""
+    def _let_go(self) -> None:
+        """Keep only the figures of the tiers; see `Disk._let_go`."""
         sums = self._shared_counts()
-        super().close()
+        super()._let_go()
         if not self._runners:
             self._shared_sums = sums
 

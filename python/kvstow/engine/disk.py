@@ -156,10 +156,7 @@ class Disk(Closing):
         if self._attached is not None:
             self._counts = self._counters(self._attached)
         try:
-            if any(
-                tier.arena is not arena
-                for tier, arena in zip(self._tiers, state.ranks.arenas, strict=False)
-            ):
+            if [tier.arena for tier in self._tiers] != state.ranks.arenas:
                 self.close()
             if not self._runners:
                 self._open(state.ranks.arenas)
@@ -188,15 +185,21 @@ class Disk(Closing):
                 self.attach(state)
 
     def close(self) -> None:
-        """Carry out every job, and close the files."""
-        self._sums = self._byte_sums()
+        """Carry out every job, and close the files. After an interrupt, call it again."""
         call_all([runner.close for runner in self._runners])
         if not self.running:
-            self._runners = []
+            self._let_go()
 
     def forget_all(self) -> None:
         """Forget the jobs that have not ended, because the engine is closed."""
-        self._runners = []
+        for runner in self._runners:
+            runner.forget_all()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Keep only the figures of the tiers. After an interrupt, `close` needs the tiers again."""
+        if all(runner.is_closed for runner in self._runners):
+            self._sums, self._runners = self._byte_sums(), []
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -307,10 +310,7 @@ class Disk(Closing):
         limit_s = None if now_s is None or timeout_s is None else now_s + timeout_s
         with state.change:
             state.change.commit()
-            while (
-                max_blocks > 0
-                and (job := plan(max_blocks=max_blocks, deadline=limit_s)) is not None
-            ):
+            while max_blocks > 0 and (job := plan(max_blocks=max_blocks, deadline=limit_s)):
                 max_blocks -= len(job)
                 num_begun += 1
                 self._sequence += 1

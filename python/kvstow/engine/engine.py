@@ -59,7 +59,7 @@ from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.copies import Copies
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.event_log import EventLog
-from kvstow.engine.publication import check_extension, publish, store_freed
+from kvstow.engine.publication import check_chained, check_extension, publish, store_freed
 from kvstow.engine.ranks import (
     MakeMover,
     RankLayouts,
@@ -245,7 +245,8 @@ class Engine(Closing):
         """Add a request, with the hashes of its full blocks so far.
 
         Each hash covers `ledger.hash_block_size` tokens, the greatest common divisor of the groups'
-        block sizes: `hash_tokens(tokens, engine.ledger.hash_block_size)`.
+        block sizes: `hash_tokens(tokens, engine.ledger.hash_block_size)`. It is chained with the
+        hash before it, so no two are equal.
 
         `tokens` and `extra_keys` are for events, as in `BlockLedger.add`. Raises `StateError` for a
         request that is already known.
@@ -258,6 +259,7 @@ class Engine(Closing):
                 f"request {request_id!r} was added before: finish it, or give this one another name"
             )
         hashes = Hashes(hashes)  # which ledger and scheduler share
+        check_chained(request_id, hashes)
         with self._state.change:
             self._state.add(request_id, hashes, tokens, extra_keys)
 
@@ -838,9 +840,9 @@ class Engine(Closing):
         """End every copy, stop the movers and release the host memory. A second call does nothing.
 
         A tier below the host first writes blocks that are due, for `flush_s` seconds at most. If
-        one part cannot be closed, it closes the others and then raises the first error. You can
-        still finish requests and inspect them. Requests that were loading never run. A file in
-        which the engine sleeps stays.
+        one part cannot be closed, it closes the others and then raises the first error. If Ctrl-C
+        cuts this short, call it again. You can still finish requests and inspect them. Requests
+        that were loading never run. A file in which the engine sleeps stays.
         """
         call_all([self._flush_disk, self._close])
 

@@ -7,7 +7,7 @@ a store waits for the last reported compute, and so for every compute that was r
 
 from collections.abc import Iterable, Sequence
 
-from kvstow._core import ConfigError, Job
+from kvstow._core import ConfigError, Hashes, Job
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Transfer
@@ -83,6 +83,22 @@ def _begin(
         return None
     transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
     return copies.begin(transfer, after)
+
+
+def check_chained(request_id: str, hashes: Hashes) -> None:
+    """Refuse equal hashes of a request, because each block would be read in place of the other.
+
+    They are mostly hashes of a block's own tokens. `hash_tokens` chains those that it makes.
+    """
+    if hashes.block_size is not None or len(set(hashes)) == len(hashes):
+        return
+    first: dict[bytes, int] = {}
+    for at, digest in enumerate(hashes):
+        if (before := first.setdefault(digest, at)) != at:
+            raise ConfigError(
+                f"request {request_id!r} has the hash {digest.hex()} at {before} and at {at}: "
+                "chain each hash with the one before it, as hash_tokens does"
+            )
 
 
 def check_extension(state: State, request_id: str, num_more: int) -> None:

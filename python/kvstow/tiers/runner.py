@@ -86,11 +86,13 @@ class TierRunner(Closing):
 
     Attributes:
         tier: the tier. `close` closes it.
+        is_closed: whether `close` has returned. An interrupt may have left the tier open before.
     """
 
     def __init__(self, tier: Tier) -> None:
         """Begin without jobs."""
         self.tier: Final = tier
+        self.is_closed = False
         self._jobs: dict[int, _Running] = {}
 
     def begin(
@@ -156,3 +158,8 @@ class TierRunner(Closing):
     def close(self) -> None:
         """Close the tier, which carries out every job. `poll` reports those that have ended."""
         self.tier.close()
+        self.is_closed = True
+
+    def forget_all(self) -> None:
+        """Forget the jobs that `poll` has not reported, because nobody asks for their end."""
+        self._jobs.clear()

@@ -59,6 +59,16 @@ impl OffloadScheduler {
         std::mem::take(&mut disk.events.pending)
     }
 
+    /// Reports that the disk tier is empty. What it has is adopted anew, and may be less than what
+    /// the scheduler of the snapshot has reported.
+    pub(crate) fn report_empty_disk(&mut self) {
+        if let Some(disk) = &mut self.disk
+            && disk.tier.slots.pool.has_events()
+        {
+            disk.events.pending.push(Event::Cleared);
+        }
+    }
+
     /// The claims in the index, if events are recorded and all are taken.
     pub fn num_claims(&self) -> usize {
         self.disk.as_ref().map_or(0, |disk| disk.events.claims.len())
