@@ -42,8 +42,9 @@ from kvstow import (
     hash_tokens,
 )
 from kvstow.observability import BlockEvent
-from kvstow.tiers import SlotFile, SlotFileMismatch
+from kvstow.tiers import SlotFile, SlotFileMismatch, SlotTier
 from kvstow.tiers.files import Buffers
+from kvstow.tiers.slot_index import SlotRecords
 from kvstow.transfer import READY, BlockLayout
 
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
@@ -218,7 +219,7 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
             else:
                 proxy = Interrupted(it.engine.scheduler)
                 patch.setattr(it.engine._state, "scheduler", proxy)
-                patch.setattr(it.engine._copies.disk, "_attached", proxy)
+                patch.setattr(it.engine._copies.disk, "_attached", (proxy, {}))
             with pytest.raises(KeyboardInterrupt):
                 it.engine.reset()
         calls.syncs_wait = True
@@ -332,6 +333,30 @@ def test_disk_that_cannot_be_written_is_read_on_with_one_warning(
         assert "read_only" in caplog.text
         forget_device(it)
         assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
+
+
+def test_counters_of_the_disk_go_on_while_an_engine_wakes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with world(tmp_path / "disk") as it:
+        fall_off(it)
+        counts, records = [it.engine.stats()["demoted_blocks"]], SlotTier.records
+
+        def interrupted(tier: SlotTier) -> SlotRecords:
+            counts.append(it.engine.stats()["demoted_blocks"])
+            if len(counts) == 2:
+                raise KeyboardInterrupt
+            return records(tier)
+
+        it.engine.sleep(after=READY)
+        monkeypatch.setattr(SlotTier, "records", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY)
+        it.engine.poll()
+        counts.append(it.engine.stats()["demoted_blocks"])
+        assert len(set(counts)) == 1
+        assert len(counts) == 4
+        assert counts[0] > 0
 
 
 def disk_events(it: World) -> list[BlockEvent]:

@@ -95,15 +95,14 @@ class Disk(Closing):
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
-        # The scheduler whose index is that of the files.
-        self._attached: OffloadScheduler | None = None
+        # The scheduler whose index is that of the files, and what those before it have counted. A
+        # pair, because `stats` reads both at once from any thread.
+        self._attached: tuple[OffloadScheduler | None, dict[str, int]] = None, {}
         self._sequence = 0
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
         self._warned: set[Mode] = set()
         self._sums = dict.fromkeys(("demoted_bytes", "promoted_bytes"), 0)
-        # Those of the schedulers before this one.
-        self._counts: dict[str, int] = {}
 
     def below(self, blueprint: Blueprint) -> Blueprint:
         """Return a blueprint whose scheduler has this tier below the host."""
@@ -153,8 +152,6 @@ class Disk(Closing):
         Call it for a new scheduler. If the files cannot be opened, the tier stays off.
         """
         self._mode = "off"
-        if self._attached is not None:
-            self._counts = self._counters(self._attached)
         try:
             if [tier.arena for tier in self._tiers] != state.ranks.arenas:
                 self.close()
@@ -171,7 +168,7 @@ class Disk(Closing):
         common = agreed(ranks, self.num_blocks) if ranks else None
         if common is not None:
             adopt(state.scheduler, common)
-        self._attached = state.scheduler
+        self._attached = state.scheduler, self._counters()
         for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):
                 tier.delete(dropped)
@@ -179,7 +176,7 @@ class Disk(Closing):
 
     def attach_if_new(self, state: State) -> None:
         """Attach the tier if a sleep, a wake or a restart has replaced the scheduler."""
-        if self._attached is not state.scheduler:
+        if self._attached[0] is not state.scheduler:
             with state.change:
                 state.change.commit()
                 self.attach(state)
@@ -423,7 +420,7 @@ class Disk(Closing):
         tiers = [tier.stats() for tier in self._tiers]
         return {
             **scheduler.disk_stats(),
-            **self._counters(scheduler),
+            **self._counters(),
             **self._byte_sums(),
             "disk_capacity_blocks": self.num_blocks,
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
@@ -431,14 +428,12 @@ class Disk(Closing):
             "disk_mode": MODES.index(self._mode),
         }
 
-    def _counters(self, scheduler: OffloadScheduler) -> dict[str, int]:
-        """Return the counters of this scheduler, with those of the schedulers before it."""
-        now = scheduler.disk_stats()
-        if scheduler is not self._attached:
-            now = dict.fromkeys(now, 0)
+    def _counters(self) -> dict[str, int]:
+        """Return the counters of the attached scheduler, with those of the schedulers before it."""
+        attached, before = self._attached
         return {
-            name: count + self._counts.get(name, 0)
-            for name, count in now.items()
+            name: count + before.get(name, 0)
+            for name, count in (attached.disk_stats() if attached else {}).items()
             if name not in _GAUGES
         }
 
