@@ -7,7 +7,7 @@ for adapters. How old KV could be served then, and what prevents it:
 - The files of a local adapter were replaced: each lookup compares them with those of the first.
 - The path names a repository of the hub. Each load takes its newest revision, and the hub's cache
   on this machine says which one that is. A lookup may come before vLLM has loaded the first one.
-  It also comes before vLLM loads another one, so the requests of that step may take older blocks.
+  Lookups also come before vLLM loads another one, so their requests may take older blocks.
 - An adapter of which this machine has no files was loaded again: vLLM's server gives it another
   number, unless it was loaded in place, which the request says. In place it may happen again, and
   no request shows it, so such an adapter is never trusted.
