@@ -64,8 +64,28 @@ def replace(folder: Path, content: bytes = b"other") -> None:
 def test_an_unchanged_adapter_comes_back(server: Server, local: Path) -> None:
     assert hit(server, adapter(local)) == 0
     assert hit(server, adapter(local)) == NUM_HIT
-    # Loaded again, with another number or in place: its files say that it is the same.
+    # Loaded again, with another number: its files say that it is the same.
     assert hit(server, adapter(local, number=2)) == NUM_HIT
+    assert hit(server, adapter(local, number=3, load_inplace=True)) == NUM_HIT
+    assert hit(server, adapter(local, number=3, load_inplace=True)) == NUM_HIT
+
+
+@pytest.mark.parametrize("asks_other", [False, True])
+def test_an_adapter_that_comes_back_in_place_of_another_takes_nothing(
+    server: Server, local: Path, tmp_path: Path, *, asks_other: bool
+) -> None:
+    """Requests of its path that ran on meanwhile computed with the weights of the other."""
+    assert hit(server, adapter(local, load_inplace=asks_other)) == 0
+    other = tmp_path / "second"
+    other.mkdir()
+    if asks_other:
+        assert hit(server, adapter(other, load_inplace=True)) == 0
+        assert hit(server, adapter(local)) == 0, "it waited meanwhile"
+        assert hit(server, adapter(other, load_inplace=True)) == NUM_HIT
+    for _ in range(2):
+        assert hit(server, adapter(local, load_inplace=True)) == 0
+    server.half.reset()
+    assert hit(server, adapter(local, load_inplace=True)) == 0
     assert hit(server, adapter(local, load_inplace=True)) == NUM_HIT
 
 
@@ -139,8 +159,8 @@ def test_an_adapter_of_another_path_is_another_one(
     hit(server, adapter(local))
     other = tmp_path / "second"
     other.mkdir()
-    assert hit(server, adapter(other)) == 0
-    assert hit(server, adapter(other)) == NUM_HIT
+    assert hit(server, adapter(other, number=2)) == 0
+    assert hit(server, adapter(other, number=2)) == NUM_HIT
     assert hit(server, adapter(local)) == NUM_HIT
 
 

@@ -11,6 +11,10 @@ for adapters. How old KV could be served then, and what prevents it:
 - An adapter of which this machine has no files was loaded again: vLLM's server gives it another
   number, unless it was loaded in place, which the request says. In place it may happen again, and
   no request shows it, so such an adapter is never trusted.
+- Another path was loaded in place: the requests that run keep the name and the path of before, and
+  go on with the new weights. If the first path comes back, its blocks may be of those. So an
+  adapter is not trusted any more once its number comes with another path. Its first load in place
+  counts as well, because no request may have asked for what was loaded in between.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -24,8 +28,9 @@ import logging
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.request import Request
 
@@ -40,6 +45,8 @@ class Adapters:
 
     _stamps: dict[tuple[object, ...], _Stamp] = field(default_factory=dict)
     _changed: set[tuple[object, ...]] = field(default_factory=set)
+    # By the number of an adapter, what hashes had last, and whether it was loaded in place.
+    _latest: dict[int, tuple[tuple[object, ...], bool]] = field(default_factory=dict)
 
     def has_changed(self, request: Request) -> bool:
         """Whether the blocks that the host has for a request may be of other adapter weights."""
@@ -47,6 +54,7 @@ class Adapters:
         if adapter is None:
             return False
         hashed = tuple(_gen_lora_extra_hash_keys(request))
+        self._compare_with_latest(adapter, hashed)
         if hashed not in self._changed:
             stamp = _stamp(adapter)
             known = self._stamps.get(hashed, stamp)
@@ -63,13 +71,24 @@ class Adapters:
             )
         return True
 
+    def _compare_with_latest(self, adapter: LoRARequest, hashed: tuple[object, ...]) -> None:
+        """Distrust an adapter of which requests may have run with the weights of another."""
+        now = hashed, adapter.load_inplace
+        latest = self._latest.setdefault(adapter.lora_int_id, now)
+        if adapter.load_inplace and latest != now:
+            self._latest[adapter.lora_int_id] = now
+            self._stamps[latest[0]] = None
+        elif latest[0] != hashed:  # it waited while the other was loaded
+            self._stamps[hashed] = None
+
     def forget(self) -> None:
         """Trust all adapters as they are now, because the host tier is empty."""
         self._stamps.clear()
         self._changed.clear()
+        self._latest.clear()
 
 
-def _stamp(adapter: Any) -> _Stamp:
+def _stamp(adapter: LoRARequest) -> _Stamp:
     """Return what changes with the weights of an adapter; None if nothing tells."""
     path = adapter.lora_path
     try:
