@@ -98,10 +98,10 @@ def _check_below(options: Options, given: Mapping[str, Any]) -> None:
 def of_shared_options(error: KvstowError) -> str:
     """Return the message of a `SharedStore`, with the names that its options have here."""
     names = {"max_queued_bytes": "shared_queue_bytes"}
-    first, rest = f"{error} ".split(" ", 1)
+    first, _, rest = str(error).partition(" ")
     name = names.get(first, f"shared_{first}")
     is_option = name in {known.name for known in fields(Options)}
-    return f"{WHERE}.{name} {rest}".rstrip() if is_option else f"{WHERE}.shared: {error}"
+    return f"{WHERE}.{name} {rest}" if is_option else f"{WHERE}.shared: {error}"
 
 
 def path_of_engine(path: str, parallel: Any) -> str:
