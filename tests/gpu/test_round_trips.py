@@ -59,7 +59,7 @@ def test_round_trip_of_every_layout_and_size(kind: str, path: Path, size: int) -
 
 @pytest.mark.parametrize("path", ["packed", "direct"])
 def test_round_trip_of_fragments_of_2_mib(path: Path) -> None:
-    with world(fragment_bytes=2 << 20, num_blocks=6, num_slots=7, path=path) as w:
+    with world(fragment_bytes=2 << 20, num_blocks=8, num_slots=9, path=path) as w:
         _round_trip(w, 0)
 
 
