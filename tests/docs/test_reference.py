@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 from docs.generate.reference import PLACE, TABLES, with_tables
-from tests.docs.pages import ROOT
+from tests.docs.pages import FENCE, ROOT
 
 import kvstow
 from kvstow import KvstowError
@@ -184,7 +184,9 @@ def test_pages_name_the_targets_of_make() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):.*## ", makefile, re.MULTILINE))
     named: set[str] = set()
     for path, text in (PAGES | GUIDE).items():
-        found = set(re.findall(r"(?:^|`)make\s([a-z][a-z-]*)", text, re.MULTILINE))
+        code = "".join(block["text"] for block in FENCE.finditer(text))
+        found = set(re.findall(r"^ *make ([a-z][a-z-]*)", code, re.MULTILINE))
+        found |= set(re.findall(r"`make\s([a-z][a-z-]*)", text))
         assert found <= targets, (path, found - targets)
         named |= found
     assert targets - named == {"help"}
