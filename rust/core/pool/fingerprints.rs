@@ -22,8 +22,9 @@ use crate::key::BlockHash;
 /// Entries of a bucket.
 const WIDTH: usize = 8;
 
-/// Blocks for each bucket. At most half of the places are in use, and 1 bucket of 20 is full.
-const BLOCKS_PER_BUCKET: usize = WIDTH / 2;
+/// Blocks for each bucket. At most 3 of 8 places are in use, and 1 bucket of 160 is full. With 4
+/// blocks, 1 of 20 would be. An eviction from a full bucket waits for the next bucket, too.
+const BLOCKS_PER_BUCKET: usize = 3;
 
 #[derive(Clone, Copy, Debug)]
 #[repr(align(64))] // one cache line
@@ -312,10 +313,14 @@ mod tests {
     use super::*;
 
     const NUM_BLOCKS: usize = 41;
+    const NUM_BUCKETS: u32 = 13;
+    const _: () = assert!(NUM_BUCKETS as usize == NUM_BLOCKS / BLOCKS_PER_BUCKET);
+    /// A fingerprint whose home is the last bucket but one.
+    const LAST_BUT_ONE: u32 = u32::MAX / NUM_BUCKETS * (NUM_BUCKETS - 1);
 
     /// Fingerprints of three homes: the first bucket, the last two.
     fn fingerprint() -> impl Strategy<Value = u32> {
-        prop_oneof![0..3_u32, u32::MAX - 2..=u32::MAX, (u32::MAX / 10 * 9 - 2)..u32::MAX / 10 * 9]
+        prop_oneof![0..3_u32, u32::MAX - 2..=u32::MAX, LAST_BUT_ONE - 2..LAST_BUT_ONE]
     }
 
     proptest! {

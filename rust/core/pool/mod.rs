@@ -44,7 +44,7 @@ pub(crate) const BLOCK_BYTES: usize = size_of::<Block>() + PIN_BYTES + Index::BL
 
 const PIN_BYTES: usize = size_of::<u32>();
 
-const _: () = assert!(BLOCK_BYTES <= 84);
+const _: () = assert!(BLOCK_BYTES <= 90);
 
 /// How many blocks ahead a loop prefetches: enough to keep the memory busy.
 const AHEAD: usize = 16;
@@ -91,7 +91,7 @@ pub(crate) fn repeated(sorted: &[BlockId]) -> Option<BlockId> {
     sorted.windows(2).find(|pair| pair[0] == pair[1]).map(|pair| pair[0])
 }
 
-/// All blocks of one memory. 84 bytes a block, allocated at construction.
+/// All blocks of one memory. About 90 bytes a block, allocated at construction.
 #[derive(Clone, Debug)]
 pub struct BlockPool {
     queue: FreeQueue<Block>,
