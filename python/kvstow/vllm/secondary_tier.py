@@ -27,7 +27,8 @@ How a wrong block could be served, and what prevents it:
   reset drops it.
 - Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
   fingerprint. Where the content of the weights is unknown, or may have changed while vLLM loaded
-  it, or where vLLM's configuration is not found, the file begins empty (`chunks_fingerprint`).
+  it, or where vLLM's configuration is not found, the file begins empty, and a warning says why
+  (`chunks_fingerprint`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ Key: TypeAlias = bytes
 
 # vLLM 0.30 does not count them.
 _COUNTS_BYTES: Final = "transfer_bytes" in {it.name for it in dataclasses.fields(JobResult)}
+# Without this word, vLLM forgets what a chunk holds when it leaves the CPU tier. The event of its
+# removal from the disk would then name its last block only. Some versions do not have the word.
+_KEEPS_NAMES: Final[dict[str, Any]] = (
+    {"removal_expected": True}
+    if "removal_expected" in {it.name for it in dataclasses.fields(OffloadingEvent)}
+    else {}
+)
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
 
@@ -170,15 +178,18 @@ class KVStowDisk(SecondaryTierManager):
         self._version = WeightsVersion(weights_version_path)
         self._keeps_on_reset = weights_version_path is not None
         place = path_of_engine(path, offloading_spec.config.parallel)
-        fingerprint, is_known = chunks_fingerprint(offloading_spec, place, weights_version_path)
+        file = SlotFile(place, max_bytes, on_mismatch=on_mismatch, num_threads=num_threads)
+        fingerprint, why = chunks_fingerprint(offloading_spec, place, weights_version_path)
+        if why:
+            logger.warning(
+                "kvstow: %s begins empty, and its chunks do not outlive this server, because %s",
+                place,
+                why,
+            )
+            file = dataclasses.replace(file, on_mismatch="reset")
         self._arena: Final = BorrowedArena(primary_kv_view)
-        file = SlotFile(
-            place,
-            max_bytes,
-            on_mismatch=on_mismatch if is_known else "reset",
-            num_threads=num_threads,
-        )
         self.tier: Final[SlotTier] = file.open(self._arena, fingerprint)
+        self._mode, self._has_warned = self.tier.mode, False
         self._jobs: list[_Job] = []
         self._storing: dict[Key, _Job] = {}
         self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
@@ -254,9 +265,16 @@ class KVStowDisk(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs whose chunks no thread touches any more, each once."""
-        ended = [job for job in self._jobs if job.ticket is None or job.ticket.has_ended]
-        self._jobs = [job for job in self._jobs if job not in ended]
-        return [self._end(job) for job in ended]
+        ended: list[_Job] = []
+        running: list[_Job] = []
+        for job in self._jobs:
+            has_ended = job.ticket is None or job.ticket.has_ended
+            (ended if has_ended else running).append(job)
+        self._jobs = running
+        results = [self._end(job) for job in ended]
+        if not all(result.success for result in results):
+            self._warn()
+        return results
 
     def drain_jobs(self) -> None:
         """Wait for all jobs, then drop every block unless the weights are known to be the same.
@@ -378,10 +396,34 @@ class KVStowDisk(SecondaryTierManager):
             **({"transfer_bytes": len(good) * self.tier.slot_bytes} if _COUNTS_BYTES else {}),
         )
 
+    def _warn(self) -> None:
+        """Say it when the disk fails, and when the first chunk is damaged."""
+        if self.tier.mode != self._mode:
+            self._mode = self.tier.mode
+            logger.warning(
+                "kvstow: the secondary tier %s is %s, and requests go on: %s",
+                self.tier.path,
+                self._mode,
+                self.tier.error,
+            )
+        num_damaged = self.tier.stats().mismatched_blocks
+        if num_damaged and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kvstow: %d chunks of %s are not what was written there, and requests recompute "
+                "them. Later ones are not logged",
+                num_damaged,
+                self.tier.path,
+            )
+
     def _publish(self, keys: list[Key], *, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(
                 OffloadingEvent(
-                    keys=keys, medium=self.medium, removed=removed, locality=self.locality
+                    keys=keys,
+                    medium=self.medium,
+                    removed=removed,
+                    locality=self.locality,
+                    **_KEEPS_NAMES,
                 )
             )
