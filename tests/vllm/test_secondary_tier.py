@@ -371,6 +371,19 @@ def test_other_settings_of_the_model_are_refused(
     assert not any(again.has(key) for key in KEYS)
 
 
+def test_file_of_another_kind_of_device_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, vLLM may choose kernels that order the numbers of a block otherwise."""
+    world = make()
+    world.store(KEYS[:4])
+    world.close()
+    platform = secondary_identity.current_platform
+    monkeypatch.setattr(type(platform), "get_device_name", lambda *_: "another")
+    with pytest.raises(ConfigError, match="device"):
+        make()
+
+
 def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path: Path) -> None:
     """The tier finds vLLM's configuration in the connector that makes it."""
     tier = {

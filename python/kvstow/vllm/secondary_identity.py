@@ -10,10 +10,12 @@ import hashlib
 import inspect
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm import version as vllm_version
+from vllm.platforms import current_platform
 
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.identity import content_of, folders_of, why_private
@@ -51,6 +53,7 @@ def chunks_fingerprint(
     fields: dict[str, str | int] = {
         "connector": "OffloadingConnector",
         "vllm": vllm_version.__version__,
+        "device": _device(),
         "shape": digest_of(shape),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
@@ -66,6 +69,13 @@ def chunks_fingerprint(
     if why:
         fields["start"] = secrets.token_hex(16)
     return Fingerprint(fields), why
+
+
+def _device() -> str:
+    """Return the kind of the device, on which the choice of vLLM's kernels depends."""
+    with suppress(NotImplementedError):  # a platform of a plugin need not say it
+        return str(current_platform.get_device_name())
+    return ""
 
 
 def _whole_configuration() -> VllmConfig | None:
