@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventsTracker,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -378,8 +379,7 @@ def test_file_of_another_kind_of_device_is_refused(
     world = make()
     world.store(KEYS[:4])
     world.close()
-    platform = secondary_identity.current_platform
-    monkeypatch.setattr(type(platform), "get_device_name", lambda *_: "another")
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "another")
     with pytest.raises(ConfigError, match="device"):
         make()
 
@@ -679,7 +679,7 @@ def version(tmp_path: Path) -> Path:
 
 
 def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
-    make: Make, version: Path
+    make: Make, version: Path, tmp_path: Path, log: list[str]
 ) -> None:
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
@@ -688,6 +688,13 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
     version.write_text("8")
     world.reset()
     assert world.load(KEYS[1]) is None
+    slots = tmp_path / "slots"
+    assert f"kvstow: {version} names other weights, so this reset empties {slots}" in log
+
+
+def test_message_of_a_missing_version_names_the_tier(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="KVStowDisk in secondary_tiers: weights_version_path is"):
+        make(weights_version_path=str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize(("content", "is_kept"), [("7", True), ("8", False)])

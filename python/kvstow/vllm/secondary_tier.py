@@ -175,7 +175,9 @@ class KVStowDisk(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = (
             [] if enable_kv_events and is_published else None
         )
-        self._version = WeightsVersion(weights_version_path)
+        self._version = WeightsVersion(
+            weights_version_path, tier=path, option=f"{tier_type} in secondary_tiers: "
+        )
         self._keeps_on_reset = weights_version_path is not None
         place = path_of_engine(path, offloading_spec.config.parallel)
         file = SlotFile(place, max_bytes, on_mismatch=on_mismatch, num_threads=num_threads)
