@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm import platforms
 from vllm import version as vllm_version
-from vllm.platforms import current_platform
 
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.identity import content_of, folders_of, why_private
@@ -74,7 +74,7 @@ def chunks_fingerprint(
 def _device() -> str:
     """Return the kind of the device, on which the choice of vLLM's kernels depends."""
     with suppress(NotImplementedError):  # a platform of a plugin need not say it
-        return str(current_platform.get_device_name())
+        return str(platforms.current_platform.get_device_name())
     return ""
 
 

@@ -88,21 +88,21 @@ class _Job:
     """A store or a load that vLLM has not heard of again.
 
     Attributes:
-        job_id: vLLM's number.
+        order: what vLLM has asked for.
         keys: its keys, in the order of the blocks of the ticket.
         slots: their slots.
         ticket: None if the tier had nothing to do.
         is_load: whether it fills chunks.
-        is_whole: whether each key of vLLM's job is among `keys`.
+        is_whole: whether each key of vLLM's job is among `keys`, or is on the disk or on its way.
         since_s: when it began.
     """
 
-    job_id: int
+    order: TransferJob
     keys: list[Key]
     slots: list[int]
     ticket: TierTicket | None
     is_load: bool
-    is_whole: bool
+    is_whole: bool = False
     since_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -231,8 +231,14 @@ class KVStowDisk(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Note that this request stores nothing any more."""
+        """Note that this request stores nothing any more, and that it has used its chunks."""
         self._active.discard(req_context.req_id)
+        self._use(req_context)
+
+    def _use(self, request: ReqContext) -> None:
+        """Keep the chunks of a request longest, as `touch`, which some versions never call."""
+        ends = _ends(request)
+        self.touch(sorted(ends, key=ends.__getitem__), request)
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -240,15 +246,17 @@ class KVStowDisk(SecondaryTierManager):
         """Begin to write those chunks that the disk lacks."""
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         new = [key for key in chunks if key not in self._slots and key not in self._storing]
+        ends = _ends(job_metadata.req_context)
+        new.sort(key=lambda key: ends.get(key, 0))  # vLLM has them in a set
         slots = self._taken(len(new)) if self.tier.mode == "on" else []
         del new[len(slots) :]
         ticket = None
         if new:
             ticket = self.tier.put(self._blocks(new, slots), [chunks[key] for key in new])
             self._sequence += 1
-        is_whole = all(key in self._slots or key in self._storing or key in new for key in chunks)
-        job = _Job(job_metadata.job_id, new, slots, ticket, is_load=False, is_whole=is_whole)
+        job = _Job(job_metadata, new, slots, ticket, is_load=False)
         self._storing.update(dict.fromkeys(new, job))
+        job.is_whole = all(key in self._slots or key in self._storing for key in chunks)
         self._jobs.append(job)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -260,10 +268,10 @@ class KVStowDisk(SecondaryTierManager):
         if keys:
             ticket = self.tier.get(self._blocks(keys, slots), [chunks[key] for key in keys])
         self._busy.update(slots)
-        is_whole = len(keys) == len(chunks)
-        self._jobs.append(
-            _Job(job_metadata.job_id, keys, slots, ticket, is_load=True, is_whole=is_whole)
-        )
+        job = _Job(job_metadata, keys, slots, ticket, is_load=True)
+        job.is_whole = len(keys) == len(chunks)
+        self._jobs.append(job)
+        self._use(job_metadata.req_context)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs whose chunks no thread touches any more, each once."""
@@ -383,15 +391,18 @@ class KVStowDisk(SecondaryTierManager):
                     self._free.append(slot)
                     self._publish([key], removed=True)
         else:
-            for key, slot, is_ok in zip(job.keys, job.slots, ok, strict=True):
+            # The first of a prefix stays longest.
+            for key, slot, is_ok in reversed([*zip(job.keys, job.slots, ok, strict=True)]):
                 del self._storing[key]
                 if is_ok:
                     self._slots[key] = slot
                 else:
                     self._free.append(slot)
             self._publish(good, removed=False)
+            if job.order.req_context.req_id not in self._active:
+                self._use(job.order.req_context)
         return JobResult(
-            job.job_id,
+            job.order.job_id,
             success=job.is_whole and len(good) == len(job.keys),
             successful_keys=tuple(good) if job.is_load and good else None,
             transfer_time=time.monotonic() - job.since_s,
@@ -429,3 +440,8 @@ class KVStowDisk(SecondaryTierManager):
                     **_KEEPS_NAMES,
                 )
             )
+
+
+def _ends(request: ReqContext) -> dict[Key, int]:
+    """Return where each chunk of a request ends in it, if this vLLM says that."""
+    return getattr(request, "_offload_key_positions", {})
