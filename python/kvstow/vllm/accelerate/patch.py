@@ -51,13 +51,13 @@ class Patch:
             return None
         try:
             found = digest(source(*path) for path in self.paths())
-        except (AttributeError, ImportError, OSError, TypeError) as error:
+            places = [(*_owner(path), make) for path, make in self.replacements.items()]
+            originals = [vars(owner)[name] for owner, name, _ in places]
+        except (AttributeError, ImportError, KeyError, OSError, TypeError) as error:
             return f"its source cannot be read ({error})"
         if found not in self.known:
             return f"its source is of no version that kvstow knows ({found[:12]})"
-        for path, make in self.replacements.items():
-            owner, name = _owner(path)
-            original = vars(owner)[name]
+        for (owner, name, make), original in zip(places, originals, strict=True):
             is_class_method = isinstance(original, classmethod)
             made = make(original.__func__ if is_class_method else original)
             setattr(owner, name, classmethod(made) if is_class_method else made)
