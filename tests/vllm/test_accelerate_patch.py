@@ -113,6 +113,32 @@ def test_unknown_source_is_not_replaced(
     assert f"accelerate leaves {patch.what} to vLLM" in "".join(log)
 
 
+def test_a_hasher_that_another_plugin_gave_the_engine_stays(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """It may hash more than tokens for some requests, which no sample shows."""
+    original = engine_core.get_request_block_hasher
+
+    def theirs(*args: Any) -> Any:
+        return original(*args)
+
+    monkeypatch.setattr(engine_core, "get_request_block_hasher", theirs)
+    assert accelerate.enable() == [what for what in ALL if what != hashing.PATCH.what]
+    assert engine_core.get_request_block_hasher is theirs
+    assert "accelerate leaves prefix hashing to vLLM: its source is of no version" in "".join(log)
+
+
+def test_a_patch_without_one_of_its_places_replaces_none(
+    monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    """As in a version whose engine takes the function from elsewhere."""
+    theirs = kv_cache_utils.get_request_block_hasher
+    monkeypatch.delattr(engine_core, "get_request_block_hasher")
+    assert accelerate.enable() == [what for what in ALL if what != hashing.PATCH.what]
+    assert kv_cache_utils.get_request_block_hasher is theirs
+    assert "accelerate leaves prefix hashing to vLLM: its source cannot be read" in "".join(log)
+
+
 def test_a_vllm_without_a_name_stays_as_it_is(log: list[str]) -> None:
     before = functions()
     with pytest.MonkeyPatch.context() as patch:

@@ -6,10 +6,12 @@ What moves chunks between the GPU and the CPU tier needs a GPU, and is vLLM's ow
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,14 +24,21 @@ import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.damage import all_proven, flip
 from tests.vllm.halves import FULL, cache_config, engine_config
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
+    OffloadingEventGroupSpec,
+    OffloadingEventsTracker,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadingKVEventsConfig,
     OffloadKey,
     ReqContext,
     ScheduleEndContext,
+    get_offload_block_hash,
     make_offload_key,
 )
 from vllm.v1.kv_offload.config import (
@@ -51,7 +60,7 @@ from kvstow.tiers import SlotFile
 from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.borrowed import BorrowedArena
-from kvstow.vllm import identity, secondary_identity
+from kvstow.vllm import identity, secondary_identity, secondary_tier
 from kvstow.vllm.secondary_tier import KVStowDisk
 
 CHUNK = 8192
@@ -59,6 +68,9 @@ NUM_CHUNKS = 4
 NUM_SLOTS = 8
 LONG_S = 20.0
 HOUR_S = 3600.0
+REPOSITORY = "someone/something"
+# Whether vLLM says where in a request each chunk is.
+SAYS_ORDER = hasattr(ReqContext, "set_offload_key_position")
 KEYS = [make_offload_key(bytes([number]) * 32, number % 2) for number in range(40)]
 
 
@@ -85,9 +97,11 @@ class Spec:
         self.blocks_per_chunk = 1
 
 
-def configuration() -> SimpleNamespace:
+def configuration(name: str) -> SimpleNamespace:
     """Return what a tier reads of vLLM's `VllmConfig`."""
     model = SimpleNamespace(
+        model=name,
+        revision=None,
         dtype="float32",
         hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
         multimodal_config=None,
@@ -95,9 +109,11 @@ def configuration() -> SimpleNamespace:
     )
     return SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
         parallel_config=SimpleNamespace(),
-        load_config=SimpleNamespace(load_format="auto", model_loader_extra_config={}),
+        load_config=SimpleNamespace(
+            load_format="auto", model_loader_extra_config={}, download_dir=None
+        ),
         speculative_config=None,
     )
 
@@ -126,7 +142,8 @@ class World:
             "path": str(folder / "slots"),
             "max_bytes": SlotFile.bytes_for(NUM_SLOTS, CHUNK),
         }
-        vllm_config = configuration()  # the tier finds it where the connector has it
+        # The tier finds it where the connector has it.
+        vllm_config = configuration(name or str(model))
         change(vllm_config)
         try:
             disk = SecondaryTierFactory.create_secondary_tier(
@@ -140,8 +157,12 @@ class World:
         self.manager = TieringOffloadingManager(self.primary, [self.disk])
         self.epoch = 0
 
-    def request(self, name: str) -> ReqContext:
+    def request(self, name: str, keys: Sequence[OffloadKey] = ()) -> ReqContext:
+        """Begin a request whose chunks have these keys."""
         request = ReqContext(name)
+        if SAYS_ORDER:
+            for at, key in enumerate(keys):
+                request.set_offload_key_position(key, at + 1)
         self.manager.on_new_request(request)
         return request
 
@@ -164,21 +185,24 @@ class World:
 
     def store(self, keys: list[OffloadKey]) -> None:
         """Store chunks as the GPU would, and let them go on to the disk."""
-        request = self.request(f"store {keys[0]!r}")
+        request = self.request(f"store {keys[0]!r}", keys)
+        self.compute(keys, request)
+        self.manager.on_request_finished(request)
+        self.wait()
+
+    def compute(self, keys: list[OffloadKey], request: ReqContext) -> None:
+        """Store chunks of a request that goes on."""
         output = self.manager.prepare_store(keys, request)
         assert output is not None
         rows = np.asarray(self.view).view(np.uint8)
         for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
             rows[chunk] = content(key, self.epoch)
         if output.keys_to_store:
-            self.manager.complete_store(output.keys_to_store, request)
-        self.manager.on_request_finished(request)
-        del rows
-        self.wait()
+            self.manager.complete_store(set(output.keys_to_store), request)  # as vLLM has them
 
     def load(self, key: OffloadKey) -> npt.NDArray[np.uint8] | None:
         """Return what the GPU would load; None for a miss."""
-        request = self.request(f"load {key!r}")
+        request = self.request(f"load {key!r}", [key])
         try:
             for _ in range(3):
                 if self.manager.lookup(key, request) == LookupResult.HIT:
@@ -270,6 +294,37 @@ def test_touched_chunks_stay(make: Make) -> None:
     assert [key for key in KEYS if world.has(key)] == KEYS[:4] + KEYS[8:12]
 
 
+@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM calls `touch`")
+def test_chunks_that_are_used_stay(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    for first in range(8, 24, 4):
+        world.store(KEYS[first : first + 4])
+        for key in KEYS[:4]:
+            assert world.load(key) is not None
+
+
+@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
+    """Without its beginning, nothing finds it."""
+    world = make()
+    request = world.request("one prompt", KEYS[:8])
+    world.compute(KEYS[:4], request)
+    world.wait()
+    world.compute(KEYS[4:8], request)
+    world.manager.on_request_finished(request)  # before the disk has written
+    world.wait()
+    world.store(KEYS[8:11])
+    assert [key for key in KEYS if world.has(key)] == KEYS[:5] + KEYS[8:11]
+
+
+@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+def test_the_beginning_is_kept_if_not_all_chunks_fit(make: Make) -> None:
+    world = make(max_bytes=SlotFile.bytes_for(2, CHUNK))
+    world.store(KEYS[:4])
+    assert [key for key in KEYS if world.has(key)] == KEYS[:2]
+
+
 def test_chunk_that_is_there_is_not_written_again(make: Make) -> None:
     world = make()
     world.store(KEYS[:4])
@@ -355,6 +410,18 @@ def test_other_settings_of_the_model_are_refused(
         make(change=change, **options)
     again = make(change=change, on_mismatch="reset", **options)
     assert not any(again.has(key) for key in KEYS)
+
+
+def test_file_of_another_kind_of_device_is_refused(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, vLLM may choose kernels that order the numbers of a block otherwise."""
+    world = make()
+    world.store(KEYS[:4])
+    world.close()
+    monkeypatch.setattr(type(current_platform), "get_device_name", lambda *_: "another")
+    with pytest.raises(ConfigError, match="device"):
+        make()
 
 
 def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path: Path) -> None:
@@ -489,26 +556,60 @@ def restarted(make: Make, name: str | None = None, **options: Any) -> World:
     return make(name=name, **options)
 
 
-def test_revision_of_a_repository_is_not_known(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM does not say which revision it serves, and the cache of the hub may have several."""
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    (snapshot / "config.json").write_text("{}")
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The weights of a repository in the hub's cache."""
+    snapshot = tmp_path / "hub" / "snapshots" / "served"
+    snapshot.mkdir(parents=True)
+    (snapshot / "weights").write_text("first")
     found = str(snapshot / "config.json")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: found)
-    assert not restarted(make, "someone/something").has(KEYS[0])
+    return snapshot
 
 
-def test_revision_of_a_repository_would_be_seen(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_same", [True, False])
+def test_model_of_a_repository_is_known_by_its_files(
+    make: Make, cached: Path, *, is_same: bool
 ) -> None:
-    """The negative control: the files that lie in the cache count as those that vLLM serves."""
-    monkeypatch.setattr(Path, "exists", lambda _: True)
-    monkeypatch.setattr(secondary_identity, "content_of", lambda *_: "the main revision")
-    monkeypatch.setattr(secondary_identity, "may_have_changed", lambda *_: False)
-    assert restarted(make, "someone/something").has(KEYS[0])
+    world = make(name=REPOSITORY)
+    world.store(KEYS[:4])
+    world.close()
+    if is_same:
+        assert make(name=REPOSITORY).has(KEYS[0])
+        return
+    (cached / "weights").write_text("of another revision")
+    with pytest.raises(ConfigError, match="weights"):
+        make(name=REPOSITORY)
+
+
+def _downloads(config: Any) -> None:
+    config.load_config.download_dir = "/downloads"
+
+
+def _random_hashes(config: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = "xxhash"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(_downloads, "files of its weights are not known"), (_random_hashes, "start at random")],
+)
+def test_tier_that_begins_empty_says_why(
+    make: Make,
+    cached: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
+    change: Callable[[Any], object],
+    why: str,
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    assert not restarted(make, REPOSITORY, change=change).has(KEYS[0])
+    assert [line for line in log if "do not outlive this server" in line and why in line]
+
+
+def test_what_to_do_with_another_model_is_checked_at_each_start(make: Make) -> None:
+    with pytest.raises(ConfigError, match="on_mismatch is 'keep'"):
+        make(on_mismatch="keep", change=_computed_scales)
 
 
 def test_weights_that_changed_while_they_were_loaded_are_not_known(
@@ -618,7 +719,7 @@ def version(tmp_path: Path) -> Path:
 
 
 def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
-    make: Make, version: Path
+    make: Make, version: Path, tmp_path: Path, log: list[str]
 ) -> None:
     world = make(weights_version_path=str(version))
     world.store(KEYS[:4])
@@ -627,6 +728,13 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
     version.write_text("8")
     world.reset()
     assert world.load(KEYS[1]) is None
+    slots = tmp_path / "slots"
+    assert f"kvstow: {version} names other weights, so this reset empties {slots}" in log
+
+
+def test_message_of_a_missing_version_names_the_tier(make: Make, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="KVStowDisk in secondary_tiers: weights_version_path is"):
+        make(weights_version_path=str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize(("content", "is_kept"), [("7", True), ("8", False)])
@@ -733,12 +841,86 @@ def test_events_say_what_the_disk_stores_and_drops(make: Make) -> None:
     world = make(enable_kv_events=True, locality="LOCAL")
     world.store(KEYS[:4])
     (stored,) = world.disk.take_events()
-    assert (stored.keys, stored.medium, stored.removed) == (KEYS[:4], Medium.STORAGE, False)
+    assert (set(stored.keys), stored.medium) == (set(KEYS[:4]), Medium.STORAGE)
+    assert not stored.removed
     world.store(KEYS[4:8])
     world.store(KEYS[8:12])
     events = list(world.disk.take_events())
-    assert [key for event in events if event.removed for key in event.keys] == KEYS[:4]
+    assert {key for event in events if event.removed for key in event.keys} == set(KEYS[:4])
     assert not list(world.disk.take_events())
+
+
+@pytest.mark.skipif(not secondary_tier._KEEPS_NAMES, reason="this vLLM forgets the names")
+def test_removal_from_the_disk_names_all_blocks_of_a_chunk(make: Make) -> None:
+    """vLLM's tracker keeps their names after the chunk has left the CPU tier."""
+    world = make(enable_kv_events=True)
+    tracker = OffloadingEventsTracker(OffloadingKVEventsConfig(True, True))
+    hashes = [bytes([7]) * 32, get_offload_block_hash(KEYS[0])]
+    request = SimpleNamespace(block_hashes=hashes, all_token_ids=list(range(32)), lora_request=None)
+    group = SimpleNamespace(
+        sliding_window_size_in_chunks=None,
+        hashes_per_chunk=2,
+        tokens_per_chunk=32,
+        tokens_per_block=16,
+        group_idx=0,
+        kv_event_group_spec=OffloadingEventGroupSpec("full_attention", None),
+    )
+    tracker.record_store(request, group, 0, KEYS[0])
+
+    def told(events: Iterable[OffloadingEvent]) -> list[Any]:
+        return [event.block_hashes for event in tracker.take_events(events)]
+
+    world.store(KEYS[:1])
+    [stored] = told(world.disk.take_events())
+    assert len(stored) == 2
+    assert told([OffloadingEvent(KEYS[:1], Medium.CPU, removed=True)]) == [stored]
+    for first in (4, 8, 12):
+        world.store(KEYS[first : first + 4])
+    assert stored in told(world.disk.take_events())
+
+
+def test_many_jobs_that_end_together_are_told_in_one_pass(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that stalls and goes on ends thousands, while vLLM's scheduler waits."""
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("jobs are compared with each other")
+
+    monkeypatch.setattr(secondary_tier._Job, "__eq__", refuse)
+    world = make()
+    for number, key in enumerate(KEYS[:2]):
+        job: Any = SimpleNamespace(
+            job_id=number,
+            keys=[key],
+            chunk_ids=np.array([number]),
+            req_context=ReqContext("request"),
+        )
+        world.disk.submit_store(job)
+    for job in world.disk._jobs:
+        job.ticket.wait(LONG_S)
+    assert [result.job_id for result in world.disk.get_finished_jobs()] == [0, 1]
+
+
+def test_failing_disk_and_the_first_damaged_chunk_are_logged(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    fill_primary(world)
+    for key in KEYS[:2]:
+        flip(tmp_path / "slots", world.disk._slots[key] * CHUNK + 99)
+        world.load(key)
+    assert sum("are not what was written there" in line for line in log) == 1
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Files, "write", fail)
+    for first in (8, 12):
+        world.store(KEYS[first : first + 4])
+    monkeypatch.undo()
+    assert sum("is read_only, and requests go on: " in line for line in log) == 1
 
 
 def test_memory_with_unaligned_rows_is_refused() -> None:

@@ -112,33 +112,7 @@ class Identity:
     @property
     def why_private(self) -> str:
         """Why no other server may read this one's blocks; empty if one of the same identity may."""
-        cache, version = self.config.cache_config, self.options.weights_version_path
-        hashing = cache.prefix_caching_hash_algo
-        has_seed = os.environ.get("PYTHONHASHSEED") is not None
-        elsewhere = why_weights_are_unknown(self.config)
-        reasons = {
-            elsewhere: elsewhere,
-            "it computes the scales of its KV from its first request": getattr(
-                cache, "calculate_kv_scales", False
-            ),
-            f"its {hashing} chains start at random: set PYTHONHASHSEED to one value everywhere": (
-                not has_seed and not hashing.startswith("sha256")
-            ),
-            "the files of its weights are not known": any(
-                folder is None for folder in self._folders.values()
-            ),
-            "the files of its weights have changed since this process began": any(
-                may_have_changed(str(model.model), self._folders[name])
-                for name, model in models_of(self.config).items()
-            ),
-            "a part of its code comes from another repository": has_code_elsewhere(
-                self.config, self._folders
-            ),
-            "the file of weights_version_path has changed since this process began": (
-                version is not None and version_may_be_newer(version)
-            ),
-        }
-        return next((reason for reason, holds in reasons.items() if holds), "")
+        return why_private(self.config, self.options.weights_version_path)
 
     def fingerprint(self, model: Model, kv_caches: Mapping[str, torch.Tensor]) -> Fingerprint:
         """Return the fingerprint of this rank's blocks. Reads all files of the model.
@@ -165,7 +139,7 @@ class Identity:
             "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
         }
         memory = self._memory
-        for name, folder in self._folders.items():
+        for name, folder in folders_of(self.config).items():
             fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
         if version is not None:
@@ -185,14 +159,48 @@ class Identity:
             return None
         return folder / _MEMORY
 
-    @property
-    def _folders(self) -> dict[str, Path | None]:
-        """The files of each model; None if they are not on this machine."""
-        loads = loads_of(self.config)
-        return {
-            name: local_model(model, loads[name].download_dir)
-            for name, model in models_of(self.config).items()
-        }
+
+def why_private(config: VllmConfig, version: str | None, *, is_version_enough: bool = False) -> str:
+    """Return why no other server may read a server's blocks; empty if one of the same identity may.
+
+    Args:
+        config: vLLM's configuration.
+        version: the file that names the weights; None for none.
+        is_version_enough: whether the weights that it names may come from anywhere.
+    """
+    cache, folders = config.cache_config, folders_of(config)
+    hashing = cache.prefix_caching_hash_algo
+    has_seed = os.environ.get("PYTHONHASHSEED") is not None
+    is_named = is_version_enough and version is not None
+    elsewhere = "" if is_named else why_weights_are_unknown(config)
+    reasons = {
+        elsewhere: elsewhere,
+        "it computes the scales of its KV from its first request": getattr(
+            cache, "calculate_kv_scales", False
+        ),
+        f"its {hashing} chains start at random: set PYTHONHASHSEED to one value everywhere": (
+            not has_seed and not hashing.startswith("sha256")
+        ),
+        "the files of its weights are not known": not is_named and None in folders.values(),
+        "the files of its weights have changed since this process began": any(
+            may_have_changed(str(model.model), folders[name])
+            for name, model in models_of(config).items()
+        ),
+        "a part of its code comes from another repository": has_code_elsewhere(config, folders),
+        "the file of weights_version_path has changed since this process began": (
+            version is not None and version_may_be_newer(version)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def folders_of(config: VllmConfig) -> dict[str, Path | None]:
+    """Return the files of each model; None if they are not on this machine."""
+    loads = loads_of(config)
+    return {
+        name: local_model(model, loads[name].download_dir)
+        for name, model in models_of(config).items()
+    }
 
 
 def local_model(model: Any, download_dir: str | None) -> Path | None:

@@ -10,20 +10,16 @@ import hashlib
 import inspect
 import os
 import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm import platforms
 from vllm import version as vllm_version
 
 from kvstow.tiers import Fingerprint
-from kvstow.vllm.identity import content_of, may_have_changed, version_may_be_newer
-from kvstow.vllm.shaping import (
-    digest_of,
-    has_code_elsewhere,
-    models_of,
-    shaping,
-    why_weights_are_unknown,
-)
+from kvstow.vllm.identity import content_of, folders_of, why_private
+from kvstow.vllm.shaping import digest_of, shaping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,8 +28,8 @@ if TYPE_CHECKING:
 
 def chunks_fingerprint(
     spec: OffloadingSpec, path: str, version_path: str | None
-) -> tuple[Fingerprint, bool]:
-    """Return whose KV the chunks are, and whether a later server can know that it is the same.
+) -> tuple[Fingerprint, str]:
+    """Return whose KV the chunks are, and why no later server can know that; empty if one can.
 
     Args:
         spec: what vLLM gives a tier.
@@ -57,45 +53,29 @@ def chunks_fingerprint(
     fields: dict[str, str | int] = {
         "connector": "OffloadingConnector",
         "vllm": vllm_version.__version__,
+        "device": _device(),
         "shape": digest_of(shape),
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
-    folders = _folders(own.model.name, config)
-    for which, folder in folders.items():
-        if folder is not None:
-            fields[which] = content_of(folder, Path(f"{path}.weights.json"))
-    # Whoever names the weights.
-    is_known = config is not None and not _may_be_others(config, folders)
     if version_path is not None:
         fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
-        is_known &= not version_may_be_newer(version_path)
-    elif config is None or None in folders.values() or why_weights_are_unknown(config):
-        is_known = False
+    why = "vLLM's configuration is not found"
     if config is not None:
         fields |= shaping(config)
-    if not is_known:
+        for which, folder in folders_of(config).items():
+            if folder is not None:
+                fields[which] = content_of(folder, Path(f"{path}.weights.json"))
+        why = why_private(config, version_path, is_version_enough=True)
+    if why:
         fields["start"] = secrets.token_hex(16)
-    return Fingerprint(fields), is_known
+    return Fingerprint(fields), why
 
 
-def _folders(model: str, config: VllmConfig | None) -> dict[str, Path | None]:
-    """Return the files of each model; None if they are not known.
-
-    vLLM does not say which revision of a repository it serves, nor from which folder.
-    """
-    models = {} if config is None else models_of(config)
-    drafts = {which: str(it.model) for which, it in models.items() if which != "weights"}
-    paths = {which: Path(name) for which, name in {"weights": model, **drafts}.items()}
-    return {which: path if path.exists() else None for which, path in paths.items()}
-
-
-def _may_be_others(config: VllmConfig, folders: dict[str, Path | None]) -> bool:
-    """Whether chunks may differ although the weights have the same name or content."""
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        return True  # the scales of its first request
-    if has_code_elsewhere(config, folders):
-        return True
-    return any(may_have_changed(str(each), each) for each in folders.values() if each)
+def _device() -> str:
+    """Return the kind of the device, on which the choice of vLLM's kernels depends."""
+    with suppress(NotImplementedError):  # a platform of a plugin need not say it
+        return str(platforms.current_platform.get_device_name())
+    return ""
 
 
 def _whole_configuration() -> VllmConfig | None:

@@ -27,7 +27,8 @@ How a wrong block could be served, and what prevents it:
   reset drops it.
 - Other weights, sizes or parallel ranks after a restart, or other settings of the model: the
   fingerprint. Where the content of the weights is unknown, or may have changed while vLLM loaded
-  it, or where vLLM's configuration is not found, the file begins empty (`chunks_fingerprint`).
+  it, or where vLLM's configuration is not found, the file begins empty, and a warning says why
+  (`chunks_fingerprint`).
 """
 
 from __future__ import annotations
@@ -71,6 +72,13 @@ Key: TypeAlias = bytes
 
 # vLLM 0.30 does not count them.
 _COUNTS_BYTES: Final = "transfer_bytes" in {it.name for it in dataclasses.fields(JobResult)}
+# Without this word, vLLM forgets what a chunk holds when it leaves the CPU tier. The event of its
+# removal from the disk would then name its last block only. Some versions do not have the word.
+_KEEPS_NAMES: Final[dict[str, Any]] = (
+    {"removal_expected": True}
+    if "removal_expected" in {it.name for it in dataclasses.fields(OffloadingEvent)}
+    else {}
+)
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
 
@@ -80,21 +88,21 @@ class _Job:
     """A store or a load that vLLM has not heard of again.
 
     Attributes:
-        job_id: vLLM's number.
+        order: what vLLM has asked for.
         keys: its keys, in the order of the blocks of the ticket.
         slots: their slots.
         ticket: None if the tier had nothing to do.
         is_load: whether it fills chunks.
-        is_whole: whether each key of vLLM's job is among `keys`.
+        is_whole: whether each key of vLLM's job is among `keys`, or is on the disk or on its way.
         since_s: when it began.
     """
 
-    job_id: int
+    order: TransferJob
     keys: list[Key]
     slots: list[int]
     ticket: TierTicket | None
     is_load: bool
-    is_whole: bool
+    is_whole: bool = False
     since_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
@@ -167,18 +175,23 @@ class KVStowDisk(SecondaryTierManager):
         self._events: list[OffloadingEvent] | None = (
             [] if enable_kv_events and is_published else None
         )
-        self._version = WeightsVersion(weights_version_path)
+        self._version = WeightsVersion(
+            weights_version_path, tier=path, option=f"{tier_type} in secondary_tiers: "
+        )
         self._keeps_on_reset = weights_version_path is not None
         place = path_of_engine(path, offloading_spec.config.parallel)
-        fingerprint, is_known = chunks_fingerprint(offloading_spec, place, weights_version_path)
+        file = SlotFile(place, max_bytes, on_mismatch=on_mismatch, num_threads=num_threads)
+        fingerprint, why = chunks_fingerprint(offloading_spec, place, weights_version_path)
+        if why:
+            logger.warning(
+                "kvstow: %s begins empty, and its chunks do not outlive this server, because %s",
+                place,
+                why,
+            )
+            file = dataclasses.replace(file, on_mismatch="reset")
         self._arena: Final = BorrowedArena(primary_kv_view)
-        file = SlotFile(
-            place,
-            max_bytes,
-            on_mismatch=on_mismatch if is_known else "reset",
-            num_threads=num_threads,
-        )
         self.tier: Final[SlotTier] = file.open(self._arena, fingerprint)
+        self._mode, self._has_warned = self.tier.mode, False
         self._jobs: list[_Job] = []
         self._storing: dict[Key, _Job] = {}
         self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
@@ -218,8 +231,14 @@ class KVStowDisk(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """Note that this request stores nothing any more."""
+        """Note that this request stores nothing any more, and that it has used its chunks."""
         self._active.discard(req_context.req_id)
+        self._use(req_context)
+
+    def _use(self, request: ReqContext) -> None:
+        """Keep the chunks of a request longest, as `touch`, which some versions never call."""
+        ends = _ends(request)
+        self.touch(sorted(ends, key=ends.__getitem__), request)
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -227,15 +246,17 @@ class KVStowDisk(SecondaryTierManager):
         """Begin to write those chunks that the disk lacks."""
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         new = [key for key in chunks if key not in self._slots and key not in self._storing]
+        ends = _ends(job_metadata.req_context)
+        new.sort(key=lambda key: ends.get(key, 0))  # vLLM has them in a set
         slots = self._taken(len(new)) if self.tier.mode == "on" else []
         del new[len(slots) :]
         ticket = None
         if new:
             ticket = self.tier.put(self._blocks(new, slots), [chunks[key] for key in new])
             self._sequence += 1
-        is_whole = all(key in self._slots or key in self._storing or key in new for key in chunks)
-        job = _Job(job_metadata.job_id, new, slots, ticket, is_load=False, is_whole=is_whole)
+        job = _Job(job_metadata, new, slots, ticket, is_load=False)
         self._storing.update(dict.fromkeys(new, job))
+        job.is_whole = all(key in self._slots or key in self._storing for key in chunks)
         self._jobs.append(job)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -247,16 +268,23 @@ class KVStowDisk(SecondaryTierManager):
         if keys:
             ticket = self.tier.get(self._blocks(keys, slots), [chunks[key] for key in keys])
         self._busy.update(slots)
-        is_whole = len(keys) == len(chunks)
-        self._jobs.append(
-            _Job(job_metadata.job_id, keys, slots, ticket, is_load=True, is_whole=is_whole)
-        )
+        job = _Job(job_metadata, keys, slots, ticket, is_load=True)
+        job.is_whole = len(keys) == len(chunks)
+        self._jobs.append(job)
+        self._use(job_metadata.req_context)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs whose chunks no thread touches any more, each once."""
-        ended = [job for job in self._jobs if job.ticket is None or job.ticket.has_ended]
-        self._jobs = [job for job in self._jobs if job not in ended]
-        return [self._end(job) for job in ended]
+        ended: list[_Job] = []
+        running: list[_Job] = []
+        for job in self._jobs:
+            has_ended = job.ticket is None or job.ticket.has_ended
+            (ended if has_ended else running).append(job)
+        self._jobs = running
+        results = [self._end(job) for job in ended]
+        if not all(result.success for result in results):
+            self._warn()
+        return results
 
     def drain_jobs(self) -> None:
         """Wait for all jobs, then drop every block unless the weights are known to be the same.
@@ -363,25 +391,57 @@ class KVStowDisk(SecondaryTierManager):
                     self._free.append(slot)
                     self._publish([key], removed=True)
         else:
-            for key, slot, is_ok in zip(job.keys, job.slots, ok, strict=True):
+            # The first of a prefix stays longest.
+            for key, slot, is_ok in reversed([*zip(job.keys, job.slots, ok, strict=True)]):
                 del self._storing[key]
                 if is_ok:
                     self._slots[key] = slot
                 else:
                     self._free.append(slot)
             self._publish(good, removed=False)
+            if job.order.req_context.req_id not in self._active:
+                self._use(job.order.req_context)
         return JobResult(
-            job.job_id,
+            job.order.job_id,
             success=job.is_whole and len(good) == len(job.keys),
             successful_keys=tuple(good) if job.is_load and good else None,
             transfer_time=time.monotonic() - job.since_s,
             **({"transfer_bytes": len(good) * self.tier.slot_bytes} if _COUNTS_BYTES else {}),
         )
 
+    def _warn(self) -> None:
+        """Say it when the disk fails, and when the first chunk is damaged."""
+        if self.tier.mode != self._mode:
+            self._mode = self.tier.mode
+            logger.warning(
+                "kvstow: the secondary tier %s is %s, and requests go on: %s",
+                self.tier.path,
+                self._mode,
+                self.tier.error,
+            )
+        num_damaged = self.tier.stats().mismatched_blocks
+        if num_damaged and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kvstow: %d chunks of %s are not what was written there, and requests recompute "
+                "them. Later ones are not logged",
+                num_damaged,
+                self.tier.path,
+            )
+
     def _publish(self, keys: list[Key], *, removed: bool) -> None:
         if self._events is not None and keys:
             self._events.append(
                 OffloadingEvent(
-                    keys=keys, medium=self.medium, removed=removed, locality=self.locality
+                    keys=keys,
+                    medium=self.medium,
+                    removed=removed,
+                    locality=self.locality,
+                    **_KEEPS_NAMES,
                 )
             )
+
+
+def _ends(request: ReqContext) -> dict[Key, int]:
+    """Return where each chunk of a request ends in it, if this vLLM says that."""
+    return getattr(request, "_offload_key_positions", {})

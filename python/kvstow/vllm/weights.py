@@ -20,27 +20,35 @@ logger = logging.getLogger("vllm." + __name__)
 class WeightsVersion:
     """The content of the file when it was last accepted. Any change means other weights."""
 
-    def __init__(self, path: str | None) -> None:
+    def __init__(
+        self, path: str | None, *, tier: str = "the host tier", option: str = f"{WHERE}."
+    ) -> None:
         """Read the file. Without a path, the weights never change.
+
+        Args:
+            path: the file.
+            tier: what other weights empty, for messages.
+            option: where the option is, for messages.
 
         Raises:
             ConfigError: the file cannot be read.
         """
-        self._path = None if path is None else Path(path)
+        self._path, self._tier = None if path is None else Path(path), tier
         self._content: bytes | None = None
         # What the file says if that may be of other weights than those that are loaded.
         self._doubtful: bytes | None = None
         if path is None:
             return
-        self._content = _read(path)
+        self._content = _read(path, option)
         if version_may_be_newer(path):  # after the read, and so for what was read as well
-            self._content, self._doubtful = None, _read(path)
+            self._content, self._doubtful = None, _read(path, option)
             logger.warning(
                 "kvstow: weights_version_path %s has changed since this process began, perhaps "
                 "after vLLM loaded the weights. So until it says something else, each reset "
-                "empties the host tier, and below the host nothing is warm or shared. Write the "
+                "empties %s, and below the host nothing is warm or shared. Write the "
                 "file before the server starts",
                 path,
+                tier,
             )
 
     def changed(self, *, remember: bool) -> bool:
@@ -56,10 +64,11 @@ class WeightsVersion:
             content = self._path.read_bytes()
         except OSError as error:
             logger.warning(
-                "kvstow: weights_version_path %s cannot be read (%s), so this reset empties the "
-                "host tier. Restore the file, or each reset empties the tier",
+                "kvstow: weights_version_path %s cannot be read (%s), so this reset empties %s. "
+                "Restore the file, or each reset empties the tier",
                 self._path,
                 error.strerror,
+                self._tier,
             )
             self._content = None
             return True
@@ -70,16 +79,16 @@ class WeightsVersion:
             return False
         self._content = content if remember else None
         logger.info(
-            "kvstow: %s names other weights, so this reset empties the host tier", self._path
+            "kvstow: %s names other weights, so this reset empties %s", self._path, self._tier
         )
         return True
 
 
-def _read(path: str) -> bytes:
+def _read(path: str, option: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"{WHERE}.weights_version_path is {path!r}, which cannot be read "
+            f"{option}weights_version_path is {path!r}, which cannot be read "
             f"({error.strerror}): write a line that names the weights to this file"
         ) from error

@@ -50,14 +50,17 @@ class Patch:
         if self.is_on:
             return None
         try:
-            found = digest(source(*path) for path in self.paths())
-        except (AttributeError, ImportError, OSError, TypeError) as error:
+            sources = [source(*path) for path in self.paths()]
+            places = [(*_owner(path), make) for path, make in self.replacements.items()]
+            originals = [vars(owner)[name] for owner, name, _ in places]
+            # A plug-in may have replaced a function where another module has imported it.
+            are_known = all(_text(original) in sources for original in originals)
+        except (AttributeError, ImportError, KeyError, OSError, TypeError) as error:
             return f"its source cannot be read ({error})"
-        if found not in self.known:
+        found = digest(sources)
+        if found not in self.known or not are_known:
             return f"its source is of no version that kvstow knows ({found[:12]})"
-        for path, make in self.replacements.items():
-            owner, name = _owner(path)
-            original = vars(owner)[name]
+        for (owner, name, make), original in zip(places, originals, strict=True):
             is_class_method = isinstance(original, classmethod)
             made = make(original.__func__ if is_class_method else original)
             setattr(owner, name, classmethod(made) if is_class_method else made)
@@ -87,8 +90,12 @@ def source(module: str, name: str) -> str:
         found = vars(found).get(part)
         if found is None:
             return ""
+    return _text(found)
+
+
+def _text(function: Any) -> str:
     # Of its code, because `inspect` would look through a wrapper that another plug-in has made.
-    return inspect.getsource(getattr(found, "__func__", found).__code__)
+    return inspect.getsource(getattr(function, "__func__", function).__code__)
 
 
 def _owner(path: str) -> tuple[Any, str]:
