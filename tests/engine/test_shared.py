@@ -91,7 +91,7 @@ def test_an_engine_loads_what_another_computed(server: Server) -> None:
 def test_all_blocks_are_put_through_a_short_queue(
     server: Server, tmp_path: Path, has_disk: bool
 ) -> None:
-    more = {"disk": slot_file(tmp_path / "disk")} if has_disk else {}
+    more: dict[str, Any] = {"disk": slot_file(tmp_path / "disk")} if has_disk else {}
     store = SharedStore(server.url, max_queued_bytes=2 * PAGE)
     with world(server.url, shared=store, **more) as it:
         assert serve(it, "writer", DOCUMENT) == 0

@@ -401,6 +401,11 @@ def parse(url: str) -> str:
     Raises:
         ConfigError: it names none, or contains credentials.
     """
+    if "@" in url:
+        raise ConfigError(
+            "the URL of the shared tier contains credentials before an @, and Mooncake has none: "
+            "leave them out, and keep its ports in a private network"
+        )
     try:
         found = urlsplit(url)
         port = DEFAULT_PORT if found.port is None else found.port
@@ -412,10 +417,5 @@ def parse(url: str) -> str:
         raise ConfigError(
             f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "
             "mooncake://HOST:PORT"
-        )
-    if found.username or found.password:
-        raise ConfigError(
-            f"the URL of {found.hostname} contains credentials, and Mooncake has none: leave them "
-            "out, and keep its ports in a private network"
         )
     return f"{found.hostname}:{port}"
