@@ -116,6 +116,23 @@ def test_a_server_that_refuses_puts_serves_reads(
     assert "takes no puts (" in record.getMessage()
 
 
+def test_a_server_that_answers_questions_and_sends_no_block_is_left_alone(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise each request waits for blocks that never come: a network drops large packets."""
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        server.override = lambda words, _: b"" if words[0] == b"GET" else None
+        for _ in range(3):
+            assert ended(tier.contains(BLOCKS)).ok.all()
+            assert "closed" in str(get(tier).error)
+        assert ended(tier.contains(BLOCKS)).ok.all()
+        assert "left alone" in str(get(tier).error)
+        assert put(tier).ok.all()
+    (record,) = caplog.records
+    assert "fails (the server closed the connection)" in record.getMessage()
+
+
 def test_the_log_says_when_a_server_takes_puts_again(
     small_arena: HostArena,
     server: Simulated,
