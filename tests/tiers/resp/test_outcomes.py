@@ -25,7 +25,7 @@ from tests.tiers.resp.small import (
     put,
 )
 
-from kvstow.tiers import breaker
+from kvstow.tiers import breaker, queued
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
@@ -281,12 +281,34 @@ def test_servers_are_asked_at_once(
     assert (small_arena.slots[16:] == small_arena.slots[:16]).all() == (command == b"GET")
 
 
+def test_blocks_that_have_arrived_in_time_count(
+    small_arena: HostArena, server: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a job that is too long for the network brings nothing, however often it begins."""
+    monkeypatch.setattr(queued, "_OF_DEADLINE", 0.5)  # a busy machine gets time to end the job
+    release = threading.Event()
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+
+        def hang(words: Words, _: socket.socket) -> None:
+            if words[1:] == [key_of(5)]:
+                release.wait(LONG_S)
+
+        server.override = hang
+        deadline = time.monotonic() + 0.4
+        ticket = ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=deadline))
+        release.set()
+    assert not ticket.is_late
+    assert np.flatnonzero(ticket.ok).tolist() == list(range(5))
+    assert (small_arena.slots[16:21] == small_arena.slots[:5]).all()
+
+
 def test_a_server_that_hangs_costs_the_other_neither_blocks_nor_a_connection(
     small_arena: HostArena,
     pair: tuple[Simulated, Simulated],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resp_tier, "_OF_SEVERAL", 0.5)  # a busy machine gets time to end the job
+    monkeypatch.setattr(queued, "_OF_DEADLINE", 0.5)  # a busy machine gets time to end the job
     with opened(small_arena, url_of(pair)) as tier:
         assert put(tier).ok.all()
         assert ended(tier.contains(BLOCKS)).ok.all()

@@ -54,13 +54,15 @@ class Health:
     def failed(self, error: Exception, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has failed."""
         if self._breaker(node, kind).failed():
-            text = _TAKES_NO_PUTS if kind == "put" else _FAILS
+            is_put = kind == "put"
+            text = _TAKES_NO_PUTS if is_put else _FAILS
             logger.warning(text, node or self._address, reason(error))
 
     def succeeded(self, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has answered."""
         if self._breaker(node, kind).succeeded():
-            logger.warning(_TAKES_PUTS if kind == "put" else _ANSWERS, node or self._address)
+            is_put = kind == "put"
+            logger.warning(_TAKES_PUTS if is_put else _ANSWERS, node or self._address)
 
     def is_new(self, node: Node) -> bool:
         """Return whether this is the first question about a server."""

@@ -15,7 +15,7 @@ How it could serve a wrong block, and what prevents it:
 
 A part of a job may concern several servers. All are asked, and then read in the order in which they
 answer. Those to which the thread has no connection come last, because connecting may hang. One that
-hangs is given up a little before the job is late, because a late job loses the blocks of all.
+hangs is given up before the job is late (`queued`), so that it costs no block of the others.
 
 What the outcome of a call means for the connection, the list of servers and the breaker:
 
@@ -55,8 +55,6 @@ _FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
-# Of the time of a job, what the servers have if there are several.
-_OF_SEVERAL: Final = 0.9
 
 
 def checked_expiry(ttl_s: int | None) -> tuple[bytes, ...]:
@@ -180,11 +178,8 @@ class _Connections:
         tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         assigned = self._assigned(job, keys)
-        now_s = time.monotonic()
-        share = _OF_SEVERAL if len(assigned) > 1 else 1.0
-        until_s = now_s + share * (job.until_s - now_s)
         calls = [
-            self._call(job, node, [part[at] for at in places], [keys[at] for at in places], until_s)
+            self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
             for node, places in assigned.items()
         ]
         try:
@@ -259,9 +254,7 @@ class _Connections:
 
     # -- one call to one server ------------------------------------------------------------------
 
-    def _call(
-        self, job: Job, node: Node, positions: list[int], keys: list[bytes], until_s: float
-    ) -> _Call:
+    def _call(self, job: Job, node: Node, positions: list[int], keys: list[bytes]) -> _Call:
         part = Part(
             positions,
             keys,
@@ -270,7 +263,7 @@ class _Connections:
             [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
         )
         kind: Kind = job.operation if job.operation in ("put", "get") else "ask"
-        call = _Call(node, part, until_s, kind)
+        call = _Call(node, part, job.until_s, kind)
         call.steps = self._steps(job, call)
         return call
 
