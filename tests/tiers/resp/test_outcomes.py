@@ -151,13 +151,23 @@ def test_the_log_says_when_a_server_takes_puts_again(
     assert "takes puts again" in caplog.records[1].getMessage()
 
 
-@pytest.mark.parametrize("code", [b"OOM", b"WRONGTYPE", b"ASK", b"TRYAGAIN", b"MOVED"])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (b"OOM", "OOM"),
+        (b"WRONGTYPE", "WRONGTYPE"),
+        (b"ASK", "ASK"),
+        (b"TRYAGAIN", "TRYAGAIN"),
+        (b"MOVED", "it belongs to a cluster, and has only a part of the keys: begin the URL with"),
+    ],
+)
 def test_a_server_that_refuses_single_keys_is_not_left_alone(
     small_arena: HostArena,
     server: Simulated,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     code: bytes,
+    reason: str,
 ) -> None:
     """Such a refusal also ends the pause of a server that failed before."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
@@ -171,7 +181,8 @@ def test_a_server_that_refuses_single_keys_is_not_left_alone(
         time.sleep(0.02)
         for _ in range(5):
             ticket = put(tier)
-            assert f"refused: {code.decode()}" in str(ticket.error)
+            assert f"refused: {reason}" in str(ticket.error)
+        assert caplog.text.count(f"lacks blocks ({reason}") == (code == b"MOVED")
         assert server.num_connections == num_before + 1, "the connection is still good"
 
 

@@ -9,7 +9,7 @@ from typing import Final, Literal, TypeAlias
 
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp.address import Address, Node
-from kvstow.tiers.resp.reasons import reason
+from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ _TAKES_NO_PUTS: Final = (
     "and lacks their blocks"
 )
 _TAKES_PUTS: Final = "kvstow: the shared tier at %s takes puts again"
+_LACKS_KEYS: Final = "kvstow: the shared tier at %s lacks blocks (%s)"
 
 
 class Health:
@@ -41,6 +42,7 @@ class Health:
         self._address = address
         self._breakers: dict[tuple[Node | None, Kind], Breaker] = {}
         self._known: set[Node] = set()
+        self._parts: set[Node] = set()
         self._lock = threading.Lock()
 
     def _breaker(self, node: Node | None, kind: Kind) -> Breaker:
@@ -63,6 +65,14 @@ class Health:
         if self._breaker(node, kind).succeeded():
             is_put = kind == "put"
             logger.warning(_TAKES_PUTS if is_put else _ANSWERS, node or self._address)
+
+    def lacks_keys(self, node: Node) -> None:
+        """Note that a server has named another one for a key, and warn once."""
+        with self._lock:
+            is_first = node not in self._parts
+            self._parts.add(node)
+        if is_first:
+            logger.warning(_LACKS_KEYS, node, OF_CLUSTER)
 
     def is_new(self, node: Node) -> bool:
         """Return whether this is the first question about a server."""

@@ -46,7 +46,7 @@ from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
 from kvstow.tiers.resp.health import Health, Kind, warn_of_policy
 from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
-from kvstow.tiers.resp.reasons import reason
+from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
 
@@ -356,13 +356,17 @@ class _Connections:
         except NoTime as error:
             call.error = TransferError(f"{call.node}: {error}")
         except Refusal as refusal:
+            why = reason(refusal)
             if refusal.code == "MOVED":
                 self._tier.nodes.doubt()
+                if self._tier.address.kind == "servers":
+                    self._tier.health.lacks_keys(call.node)
+                    why = OF_CLUSTER
             if refusal.code in _OF_KEYS:
                 self._succeeded(call)
             else:
                 self._failed(call, refusal)
-            call.error = TransferError(f"{call.node} refused: {reason(refusal)}")
+            call.error = TransferError(f"{call.node} refused: {why}")
         except self._tier.nodes.errors as error:
             # An answer that had hardly any time says nothing of the server.
             if not isinstance(error, WireError) or call.until_s - call.begin_s >= _FAIR_S:
