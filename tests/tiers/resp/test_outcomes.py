@@ -86,6 +86,20 @@ def test_a_login_that_another_server_answers_is_an_error(
     assert "please report this" not in caplog.text, "kvstow does not expect this error"
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown"), [(b">2\r\n", "got '>2'"), (b"a prompt \0\r\n", "got bytes that are no")]
+)
+def test_the_error_of_a_wrong_answer_shows_no_bytes_of_a_block(
+    small_arena: HostArena, server: Simulated, answer: bytes, shown: str
+) -> None:
+    """After a value that is longer than the server said, they are where an answer should be."""
+    server.override = lambda words, _: answer if words[0] == b"GET" else None
+    with opened(small_arena, server.url) as tier:
+        error = str(get(tier).error)
+    assert shown in error
+    assert "prompt" not in error
+
+
 def test_hiredis_gives_up_such_a_login_too() -> None:
     """It reads by another call of the socket than redis-py itself."""
     drips = SimpleNamespace(recv_into=len, settimeout=lambda _: None)
