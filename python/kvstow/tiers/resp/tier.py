@@ -358,7 +358,7 @@ class _Connections:
         except Refusal as refusal:
             why = reason(refusal)
             if refusal.code == "MOVED":
-                self._tier.nodes.doubt()
+                self._tier.nodes.doubt(call.node)
                 if self._tier.address.kind == "servers":
                     self._tier.health.lacks_keys(call.node)
                     why = OF_CLUSTER
