@@ -144,7 +144,7 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
         ),
         (
             FLAG | {"kv_connector_extra_config": {"shared": "redis://user:a: b@x"}},
-            ["kv_connector_extra_config.shared: the URL of x contains credentials"],
+            ["kv_connector_extra_config.shared: the URL of the shared tier contains credentials"],
         ),
         (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24, and vLLM"]),
         (

@@ -87,6 +87,17 @@ def test_an_engine_loads_what_another_computed(server: Server) -> None:
         assert serve(late, "third", DOCUMENT) == NUM_WHOLE
 
 
+@pytest.mark.parametrize("has_disk", [False, True], ids=["store", "disk and store"])
+def test_all_blocks_are_put_through_a_short_queue(
+    server: Server, tmp_path: Path, has_disk: bool
+) -> None:
+    more: dict[str, Any] = {"disk": slot_file(tmp_path / "disk")} if has_disk else {}
+    store = SharedStore(server.url, max_queued_bytes=2 * PAGE)
+    with world(server.url, shared=store, **more) as it:
+        assert serve(it, "writer", DOCUMENT) == 0
+    assert len(keys(server)) == len(DOCUMENT) // BLOCK > 2
+
+
 def test_without_a_store_the_second_engine_computes(server: Server) -> None:
     """The negative control of the test above."""
     with world(server.url) as a:

@@ -246,7 +246,8 @@ def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
         ("mooncake://", "is no Mooncake master"),
         ("mooncake://host/path", "mooncake://host/path is no Mooncake master"),
         ("mooncake://host:99999", "has no valid port"),
-        ("mooncake://user:sesame@host", "the URL of host contains credentials"),
+        ("mooncake://user:sesame@host", "the URL of the shared tier contains credentials"),
+        ("mooncake://user:/sesame@host", "contains credentials"),
     ],
 )
 def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> None:

@@ -204,6 +204,23 @@ def test_what_no_transfer_outlasts_closes_nothing(
     assert [store.is_closed for store in stores] == [False]
 
 
+@pytest.mark.parametrize(("code", "num_asked"), [(-900, 0), (-901, 0), (-800, 1)])
+def test_a_master_that_is_down_is_not_asked_for_the_size_of_each_block(
+    tier: MooncakeTier, monkeypatch: pytest.MonkeyPatch, code: int, num_asked: int
+) -> None:
+    """Each question takes seconds, and up to a minute if the master hangs."""
+    asked: list[str] = []
+
+    def get_size(_: Doubtful, key: str) -> int:
+        asked.append(key)
+        return -900
+
+    monkeypatch.setattr(Doubtful, "code", code)
+    monkeypatch.setattr(Doubtful, "get_size", get_size)
+    tier.get(blocks(1, 2, 3), [0, 1, 2]).wait_until_ended(LONG_S)
+    assert len(asked) == num_asked
+
+
 def test_memory_that_the_store_may_fill_outlives_a_doubt(
     arena: HostArena, stores: list[Doubtful]
 ) -> None:

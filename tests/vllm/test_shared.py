@@ -450,6 +450,13 @@ def test_a_wrong_option_is_refused(given: dict[str, Any], message: str) -> None:
         assert SECRET not in str(refused.value)
 
 
+def test_all_blocks_are_put_through_a_short_queue(started: Started, store: Store) -> None:
+    lower = started().ranks[0].worker.below
+    assert lower is not None
+    serve(started(shared_queue_bytes=2 * lower.tier.slot_bytes), "p")
+    assert len(keys(store)) == NUM_BLOCKS > 2
+
+
 def test_a_queue_smaller_than_a_block_is_refused(started: Started) -> None:
     with pytest.raises(ConfigError, match=r"extra_config.shared_queue_bytes is 100"):
         started(shared_queue_bytes=100)

@@ -112,7 +112,7 @@ class Disk(Closing):
             num_disk_blocks=self.num_blocks,
             disk_policy=options.policy,
             disk_admit=options.admit,
-            max_disk_blocks_in_flight=options.max_blocks_in_flight,
+            max_disk_blocks_in_flight=self._max_in_flight(),
             min_promote_tokens=options.min_promote_tokens,
         )
         return replace(blueprint, scheduler=scheduler)
@@ -130,6 +130,9 @@ class Disk(Closing):
     def _num_slots(self) -> int:
         """Return the slots of the tier, once its files are open."""
         return min(tier.num_slots for tier in self._slot_tiers)
+
+    def _max_in_flight(self) -> int:
+        return self.options.max_blocks_in_flight
 
     def _records(self) -> list[SlotRecords]:
         """Return what each file holds already."""

@@ -180,6 +180,11 @@ class Shared(Disk):
     def _num_slots(self) -> int:
         return self._num_claims
 
+    def _max_in_flight(self) -> int:
+        """Return how many slots are moved at a time: no more puts than may wait for the store."""
+        max_queued = self._store.max_queued_bytes // max(tier.slot_bytes for tier in self._tiers)
+        return min(super()._max_in_flight(), max_queued)
+
     def _records(self) -> list[SlotRecords]:
         return []
 

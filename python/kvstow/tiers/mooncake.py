@@ -310,12 +310,14 @@ class _Calls:
         num_bytes, whole = tier.slot_bytes, HEADER_BYTES + tier.slot_bytes
         slots = job.host_slots[part.start : part.stop].tolist()
         codes: Sequence[int] = store.batch_get_into_multi_buffers(keys, *self._buffers(slots))
-        wrong = []
+        wrong, has_master = [], True
         for at, slot in enumerate(slots):
             is_wrong = codes[at] == _WRONG_SIZE
-            if codes[at] < 0 and codes[at] not in _ANSWERS:
+            # A master that is down takes seconds to show it, for each block.
+            if has_master and codes[at] < 0 and codes[at] not in _ANSWERS | _NO_MASTER:
                 # The transfer of an object that is too short fails as any other.
-                is_wrong = 0 <= store.get_size(keys[at]) != whole
+                size = store.get_size(keys[at])
+                is_wrong, has_master = 0 <= size != whole, size not in _NO_MASTER
             header = self._headers[at].tobytes()
             checksum = job.namespace.checksum(header, *named[at], num_bytes)
             if codes[at] == whole and checksum is not None:
@@ -399,6 +401,11 @@ def parse(url: str) -> str:
     Raises:
         ConfigError: it names none, or contains credentials.
     """
+    if "@" in url:
+        raise ConfigError(
+            "the URL of the shared tier contains credentials before an @, and Mooncake has none: "
+            "leave them out, and keep its ports in a private network"
+        )
     try:
         found = urlsplit(url)
         port = DEFAULT_PORT if found.port is None else found.port
@@ -410,10 +417,5 @@ def parse(url: str) -> str:
         raise ConfigError(
             f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "
             "mooncake://HOST:PORT"
-        )
-    if found.username or found.password:
-        raise ConfigError(
-            f"the URL of {found.hostname} contains credentials, and Mooncake has none: leave them "
-            "out, and keep its ports in a private network"
         )
     return f"{found.hostname}:{port}"

@@ -43,7 +43,8 @@ class SharedStore:
         ttl_s: seconds after which a RESP server drops a block; None to keep it.
         timeout_s: the most seconds for a call, up to 86,400.
         num_threads: threads for puts, and as many for all other calls.
-        max_queued_bytes: bytes of puts that may wait. More puts fail at once.
+        max_queued_bytes: bytes of puts that may wait. More puts fail at once, so an `Engine` moves
+            no more at a time.
         host: Mooncake only: the name by which other machines reach this one.
         segment_bytes: Mooncake only: memory of this process that the store may fill.
         protocol: Mooncake only: "tcp" or "rdma".

@@ -23,7 +23,7 @@ from kvstow.tiers.resp.address import (
     Security,
 )
 from kvstow.tiers.resp.nodes import Nodes
-from kvstow.tiers.resp.reasons import ACCESS, reason
+from kvstow.tiers.resp.reasons import ACCESS, OF_CLUSTER, reason
 
 _BATCH: Final = 1000
 _DIGITS: Final = 2 * NAMESPACE_BYTES
@@ -119,6 +119,13 @@ def _delete(client: Any, keys: list[bytes]) -> int:
         return sum(pipeline.execute())
 
 
+def _refuse_cluster(clients: list[Any], address: Address) -> None:
+    """Refuse a server that has only a part of the keys, as the others would be left out."""
+    for client, node in zip(clients, address.nodes, strict=True):
+        if client.info("cluster").get("cluster_enabled"):
+            raise ConfigError(f"the server at {node}: {OF_CLUSTER}")
+
+
 @contextmanager
 def _clients(
     url: str, credentials: Credentials | None, security: Security | None
@@ -129,6 +136,8 @@ def _clients(
     clients: list[Any] = []
     try:
         clients += [nodes.client(node) for node in nodes.ask(math.inf).servers]
+        if address.kind == "servers":
+            _refuse_cluster(clients, address)
         yield clients
     except nodes.errors as error:
         why = reason(error)

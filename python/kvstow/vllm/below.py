@@ -105,10 +105,14 @@ class LowerTier(ABC):
     def max_in_flight(self, num_host_blocks: int) -> int:
         """Return the most slots that demotes, or promotes, copy at a time.
 
-        They are not more than a quarter of the host, because the host cannot evict them meanwhile.
+        They are not more than a quarter of the host, because the host cannot evict them meanwhile,
+        and not more than may wait for a store, which refuses a larger job as a whole.
         """
         slot_bytes = max((report.slot_bytes for report in self._ranks.values()), default=1)
-        return max(1, min(_MAX_IN_FLIGHT_BYTES // slot_bytes, num_host_blocks // 4))
+        max_bytes = _MAX_IN_FLIGHT_BYTES
+        if self.options.shared is not None:
+            max_bytes = min(max_bytes, self.options.shared_queue_bytes)
+        return max(1, min(max_bytes // slot_bytes, num_host_blocks // 4))
 
     # -- lookups ------------------------------------------------------------------------------
 

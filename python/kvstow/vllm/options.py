@@ -197,7 +197,7 @@ class Options:
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
         shared_index_blocks: blocks that each server remembers the store to have, 120 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
-        shared_queue_bytes: bytes of each rank that may wait for a write. More are dropped.
+        shared_queue_bytes: bytes of each rank that may wait for a write. More wait on the host.
         shared_admit: as `disk_admit`, which counts for both tiers if there are both.
         shared_max_write_bytes_per_s: as `disk_max_write_bytes_per_s`, which counts for both.
         shared_flush_s: as `disk_flush_s`, which counts for both. Workers write nothing to a store

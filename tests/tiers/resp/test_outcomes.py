@@ -25,7 +25,7 @@ from tests.tiers.resp.small import (
     put,
 )
 
-from kvstow.tiers import breaker
+from kvstow.tiers import breaker, queued
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
@@ -86,6 +86,20 @@ def test_a_login_that_another_server_answers_is_an_error(
     assert "please report this" not in caplog.text, "kvstow does not expect this error"
 
 
+@pytest.mark.parametrize(
+    ("answer", "shown"), [(b">2\r\n", "got '>2'"), (b"a prompt \0\r\n", "got bytes that are no")]
+)
+def test_the_error_of_a_wrong_answer_shows_no_bytes_of_a_block(
+    small_arena: HostArena, server: Simulated, answer: bytes, shown: str
+) -> None:
+    """After a value that is longer than the server said, they are where an answer should be."""
+    server.override = lambda words, _: answer if words[0] == b"GET" else None
+    with opened(small_arena, server.url) as tier:
+        error = str(get(tier).error)
+    assert shown in error
+    assert "prompt" not in error
+
+
 def test_hiredis_gives_up_such_a_login_too() -> None:
     """It reads by another call of the socket than redis-py itself."""
     drips = SimpleNamespace(recv_into=len, settimeout=lambda _: None)
@@ -116,6 +130,23 @@ def test_a_server_that_refuses_puts_serves_reads(
     assert "takes no puts (" in record.getMessage()
 
 
+def test_a_server_that_answers_questions_and_sends_no_block_is_left_alone(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise each request waits for blocks that never come: a network drops large packets."""
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        server.override = lambda words, _: b"" if words[0] == b"GET" else None
+        for _ in range(3):
+            assert ended(tier.contains(BLOCKS)).ok.all()
+            assert "closed" in str(get(tier).error)
+        assert ended(tier.contains(BLOCKS)).ok.all()
+        assert "left alone" in str(get(tier).error)
+        assert put(tier).ok.all()
+    (record,) = caplog.records
+    assert "fails (the server closed the connection)" in record.getMessage()
+
+
 def test_the_log_says_when_a_server_takes_puts_again(
     small_arena: HostArena,
     server: Simulated,
@@ -134,13 +165,23 @@ def test_the_log_says_when_a_server_takes_puts_again(
     assert "takes puts again" in caplog.records[1].getMessage()
 
 
-@pytest.mark.parametrize("code", [b"OOM", b"WRONGTYPE", b"ASK", b"TRYAGAIN", b"MOVED"])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (b"OOM", "OOM"),
+        (b"WRONGTYPE", "WRONGTYPE"),
+        (b"ASK", "ASK"),
+        (b"TRYAGAIN", "TRYAGAIN"),
+        (b"MOVED", "it belongs to a cluster, and has only a part of the keys: begin the URL with"),
+    ],
+)
 def test_a_server_that_refuses_single_keys_is_not_left_alone(
     small_arena: HostArena,
     server: Simulated,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     code: bytes,
+    reason: str,
 ) -> None:
     """Such a refusal also ends the pause of a server that failed before."""
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.01)
@@ -154,7 +195,8 @@ def test_a_server_that_refuses_single_keys_is_not_left_alone(
         time.sleep(0.02)
         for _ in range(5):
             ticket = put(tier)
-            assert f"refused: {code.decode()}" in str(ticket.error)
+            assert f"refused: {reason}" in str(ticket.error)
+        assert caplog.text.count(f"lacks blocks ({reason}") == (code == b"MOVED")
         assert server.num_connections == num_before + 1, "the connection is still good"
 
 
@@ -264,12 +306,34 @@ def test_servers_are_asked_at_once(
     assert (small_arena.slots[16:] == small_arena.slots[:16]).all() == (command == b"GET")
 
 
+def test_blocks_that_have_arrived_in_time_count(
+    small_arena: HostArena, server: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a job that is too long for the network brings nothing, however often it begins."""
+    monkeypatch.setattr(queued, "_OF_DEADLINE", 0.5)  # a busy machine gets time to end the job
+    release = threading.Event()
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+
+        def hang(words: Words, _: socket.socket) -> None:
+            if words[1:] == [key_of(5)]:
+                release.wait(LONG_S)
+
+        server.override = hang
+        deadline = time.monotonic() + 0.4
+        ticket = ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=deadline))
+        release.set()
+    assert not ticket.is_late
+    assert np.flatnonzero(ticket.ok).tolist() == list(range(5))
+    assert (small_arena.slots[16:21] == small_arena.slots[:5]).all()
+
+
 def test_a_server_that_hangs_costs_the_other_neither_blocks_nor_a_connection(
     small_arena: HostArena,
     pair: tuple[Simulated, Simulated],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resp_tier, "_OF_SEVERAL", 0.5)  # a busy machine gets time to end the job
+    monkeypatch.setattr(queued, "_OF_DEADLINE", 0.5)  # a busy machine gets time to end the job
     with opened(small_arena, url_of(pair)) as tier:
         assert put(tier).ok.all()
         assert ended(tier.contains(BLOCKS)).ok.all()

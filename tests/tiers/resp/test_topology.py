@@ -250,6 +250,26 @@ def test_a_slot_that_has_moved_is_found(small_arena: HostArena, stack: ExitStack
 
 
 @pytest.mark.usefixtures("_asks_at_once")
+def test_a_server_of_the_url_that_learns_of_no_move_is_not_asked_alone(
+    small_arena: HostArena, stack: ExitStack
+) -> None:
+    """The others may not reach it, or it has not heard of the move yet."""
+    named, old, new = (stack.enter_context(Simulated()) for _ in range(3))
+    owners = {named.port: old, old.port: new, new.port: new}
+
+    def slots(words: Words, connection: socket.socket) -> bytes | None:
+        owner = owners[connection.getsockname()[1]]
+        return slots_of((ALL_SLOTS, owner)) if words[0] == b"CLUSTER" else None
+
+    named.override = old.override = new.override = slots
+    refuse(old, [b"SET"], b"MOVED 7 127.0.0.1:%d" % new.port)
+    with opened(small_arena, f"redis+cluster://127.0.0.1:{named.port}") as tier:
+        assert not put(tier).ok.any()
+        assert put(tier).ok.all()
+        assert len(new.values) == 16
+
+
+@pytest.mark.usefixtures("_asks_at_once")
 def test_the_other_servers_are_asked_if_those_of_the_url_are_gone(
     small_arena: HostArena, stack: ExitStack
 ) -> None:

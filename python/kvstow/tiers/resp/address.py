@@ -215,8 +215,15 @@ def _parts(url: str) -> list[str]:
         raise ConfigError(
             f"the URL of a shared tier has no scheme, or a null character: it must be {FORMS}"
         )
+    scheme = url.split("://", 1)[0].strip()
+    # Of a password with a slash or a comma, a part would pass for a database or for a server.
+    if "@" in url and scheme != "unix":
+        raise ConfigError(
+            "the URL of the shared tier contains credentials before an @, which logs and process "
+            f"lists would show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a "
+            "password file"
+        )
     parts = [part.strip() for part in url.split(",")]
-    scheme = parts[0].split("://", 1)[0]
     return [part if "://" in part else f"{scheme}://{part}" for part in parts]
 
 
@@ -226,11 +233,6 @@ def _parse_one(url: str) -> Address:
         port = found.port
     except ValueError:  # whose message may show a part of a password
         raise ConfigError(f"a URL of the shared tier has no valid port: use {FORMS}") from None
-    if found.username or found.password:
-        raise ConfigError(
-            f"the URL of {found.hostname} contains credentials, which logs and process lists would "
-            f"show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
-        )
     scheme, _, kind = found.scheme.partition("+")
     kinds: dict[str, Kind] = {"": "servers", "cluster": "cluster", "sentinel": "sentinel"}
     is_socket = found.scheme == "unix" and bool(found.path) and not found.netloc

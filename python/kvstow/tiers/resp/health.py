@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp.address import Address, Node
-from kvstow.tiers.resp.reasons import reason
+from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 
 logger = logging.getLogger(__name__)
+
+Kind: TypeAlias = Literal["put", "get", "ask"]
+"""What a call is: a put, a get, or one that moves no block."""
 
 _FAILS: Final = (
     "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a time, and "
@@ -23,40 +26,53 @@ _TAKES_NO_PUTS: Final = (
     "and lacks their blocks"
 )
 _TAKES_PUTS: Final = "kvstow: the shared tier at %s takes puts again"
+_LACKS_KEYS: Final = "kvstow: the shared tier at %s lacks blocks (%s)"
 
 
 class Health:
-    """A breaker for each server's puts, and one for all other calls. Any thread may use it.
+    """A breaker for each server's puts, its gets, and all other calls. Any thread may use it.
 
-    A server may refuse puts for long and still answer, for example as a replica. The node None
-    stands for the question which server has a key.
+    A server may refuse puts for long and still answer, for example as a replica. It may answer
+    questions and send no block, for example through a network that drops large packets. The node
+    None stands for the question which server has a key.
     """
 
     def __init__(self, address: Address) -> None:
         """Take all servers for well."""
         self._address = address
-        self._breakers: dict[tuple[Node | None, bool], Breaker] = {}
+        self._breakers: dict[tuple[Node | None, Kind], Breaker] = {}
         self._known: set[Node] = set()
+        self._parts: set[Node] = set()
         self._lock = threading.Lock()
 
-    def _breaker(self, node: Node | None, is_put: bool) -> Breaker:
+    def _breaker(self, node: Node | None, kind: Kind) -> Breaker:
         with self._lock:
-            return self._breakers.setdefault((node, is_put), Breaker())
+            return self._breakers.setdefault((node, kind), Breaker())
 
-    def may_ask(self, node: Node | None, *, is_put: bool = False) -> bool:
-        """Return whether a server may be asked now."""
-        return self._breaker(node, is_put).may_try()
+    def may_call(self, node: Node | None, kind: Kind = "ask") -> bool:
+        """Return whether a server may be called now."""
+        return self._breaker(node, kind).may_try()
 
-    def failed(self, error: Exception, node: Node | None, *, is_put: bool = False) -> None:
+    def failed(self, error: Exception, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has failed."""
-        if self._breaker(node, is_put).failed():
+        if self._breaker(node, kind).failed():
+            is_put = kind == "put"
             text = _TAKES_NO_PUTS if is_put else _FAILS
             logger.warning(text, node or self._address, reason(error))
 
-    def succeeded(self, node: Node | None, *, is_put: bool = False) -> None:
+    def succeeded(self, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has answered."""
-        if self._breaker(node, is_put).succeeded():
+        if self._breaker(node, kind).succeeded():
+            is_put = kind == "put"
             logger.warning(_TAKES_PUTS if is_put else _ANSWERS, node or self._address)
+
+    def lacks_keys(self, node: Node) -> None:
+        """Note that a server has named another one for a key, and warn once."""
+        with self._lock:
+            is_first = node not in self._parts
+            self._parts.add(node)
+        if is_first:
+            logger.warning(_LACKS_KEYS, node, OF_CLUSTER)
 
     def is_new(self, node: Node) -> bool:
         """Return whether this is the first question about a server."""
@@ -69,9 +85,9 @@ class Health:
         """Forget all servers but these, because the others have no keys any more."""
         with self._lock:
             self._known.intersection_update(servers)
-            for node, is_put in list(self._breakers):
+            for node, kind in list(self._breakers):
                 if node is not None and node not in servers:
-                    del self._breakers[node, is_put]
+                    del self._breakers[node, kind]
 
 
 def warn_of_policy(node: Node, policy: str, max_bytes: int, *, has_ttl: bool) -> None:

@@ -7,9 +7,10 @@
   password, all are asked again with that of the servers.
 
 A cluster or Sentinel is asked again after an error, at most once a second. The server of the URL
-that answered last is asked first. If none of the URL answers, the servers of the cluster are asked
-that were known last. One that hangs has only its share of the time, so that the others are asked
-too.
+that answered last is asked first, but before it one that has named another server for a key: the
+others may not know yet that a slot has moved. If none of the URL answers, the servers of the
+cluster are asked that were known last. One that hangs has only its share of the time, so that the
+others are asked too.
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class Nodes:
         self._sources = deque(address.nodes)
         self._lock = threading.Lock()
         self._is_doubted, self._asked_s = False, 0.0
+        self._knows_better: list[Node] = []
         self.known: Topology | None = None
         if address.kind == "servers":
             winner = self._winner if len(address.nodes) > 1 else None
@@ -197,8 +199,14 @@ class Nodes:
 
     # -- which server has a key ----------------------------------------------------------------
 
-    def doubt(self) -> None:
-        """Let the cluster or Sentinel be asked again, as a server did not do what they said."""
+    def doubt(self, knows_better: Node | None = None) -> None:
+        """Let the cluster or Sentinel be asked again, as a server did not do what they said.
+
+        Args:
+            knows_better: the server of the cluster that has named another one for a key.
+        """
+        if knows_better is not None:
+            self._knows_better = [knows_better]
         self._is_doubted = self.address.kind != "servers"
 
     @property
@@ -235,13 +243,14 @@ class Nodes:
         errors: list[tuple[Node, Exception]] = []
         is_cluster = self.address.kind == "cluster"
         more = self.known.servers if is_cluster and self.known is not None else ()
-        num_left = len(self._asking_options) * len({*self._sources, *more})
+        first, self._knows_better = self._knows_better, []
+        num_left = len(self._asking_options) * len({*first, *self._sources, *more})
         for options in self._asking_options:
             if options is not self._asking_options[0]:
                 if not any(isinstance(error, self._wants_login) for _, error in errors):
                     break
                 errors.clear()
-            for node in dict.fromkeys([*self._sources, *more]):
+            for node in dict.fromkeys([*first, *self._sources, *more]):
                 left_s = until_s - time.monotonic()
                 if errors and left_s <= 0:  # the next job begins with this one
                     break

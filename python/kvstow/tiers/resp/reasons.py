@@ -12,6 +12,10 @@ ACCESS: Final = (
     "the access list refused a command: allow the user +get +set +exists +del on the keys "
     "kvstow:*, also +select for a database other than 0, and +cluster|slots for a cluster"
 )
+OF_CLUSTER: Final = (
+    "it belongs to a cluster, and has only a part of the keys: begin the URL with redis+cluster, "
+    "or rediss+cluster for TLS"
+)
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
 _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
 # What the servers say, in the order in which it is looked for.

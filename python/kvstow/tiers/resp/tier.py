@@ -15,7 +15,7 @@ How it could serve a wrong block, and what prevents it:
 
 A part of a job may concern several servers. All are asked, and then read in the order in which they
 answer. Those to which the thread has no connection come last, because connecting may hang. One that
-hangs is given up a little before the job is late, because a late job loses the blocks of all.
+hangs is given up before the job is late (`queued`), so that it costs no block of the others.
 
 What the outcome of a call means for the connection, the list of servers and the breaker:
 
@@ -44,9 +44,9 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
-from kvstow.tiers.resp.health import Health, warn_of_policy
+from kvstow.tiers.resp.health import Health, Kind, warn_of_policy
 from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
-from kvstow.tiers.resp.reasons import reason
+from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
 
@@ -55,8 +55,6 @@ _FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
-# Of the time of a job, what the servers have if there are several.
-_OF_SEVERAL: Final = 0.9
 
 
 def checked_expiry(ttl_s: int | None) -> tuple[bytes, ...]:
@@ -76,7 +74,7 @@ class RespTier(QueuedTier):
 
     An answer never takes longer than its deadline. A server that fails several times in a row is
     left alone for a while (`Health`), and all of its blocks are misses. If it fails only puts, its
-    blocks are still read.
+    blocks are still read. If it fails only gets, it is still asked what it has.
     """
 
     def __init__(  # noqa: PLR0913 - options, each with a default
@@ -141,7 +139,7 @@ class _Call:
         node: the server.
         part: its blocks, and what the server has said of them.
         until_s: when the server has had its time.
-        is_put: whether it is a put.
+        kind: what it is for `Health`.
         num_left: servers that have yet to be asked, this one included.
         begin_s: when the server was asked, or was found to answer.
         error: why the call failed.
@@ -150,7 +148,7 @@ class _Call:
     node: Node
     part: Part
     until_s: float
-    is_put: bool
+    kind: Kind
     num_left: int = 1
     begin_s: float = 0.0
     error: TransferError | None = None
@@ -180,11 +178,8 @@ class _Connections:
         tier, blocks, key = self._tier, job.blocks, job.namespace.key
         keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
         assigned = self._assigned(job, keys)
-        now_s = time.monotonic()
-        share = _OF_SEVERAL if len(assigned) > 1 else 1.0
-        until_s = now_s + share * (job.until_s - now_s)
         calls = [
-            self._call(job, node, [part[at] for at in places], [keys[at] for at in places], until_s)
+            self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
             for node, places in assigned.items()
         ]
         try:
@@ -241,7 +236,7 @@ class _Connections:
         """Ask which server has which key. Return what was known before if no server says it."""
         address, nodes, health = self._tier.address, self._tier.nodes, self._tier.health
         try:
-            if not health.may_ask(None):
+            if not health.may_call(None):
                 raise TransferError(f"{address} has failed and is left alone for a while")
             try:
                 topology = nodes.ask(job.until_s)
@@ -259,9 +254,7 @@ class _Connections:
 
     # -- one call to one server ------------------------------------------------------------------
 
-    def _call(
-        self, job: Job, node: Node, positions: list[int], keys: list[bytes], until_s: float
-    ) -> _Call:
+    def _call(self, job: Job, node: Node, positions: list[int], keys: list[bytes]) -> _Call:
         part = Part(
             positions,
             keys,
@@ -269,8 +262,8 @@ class _Connections:
             [job.blocks.hashes[at] for at in positions],
             [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
         )
-        is_put = job.operation == "put"
-        call = _Call(node, part, until_s, is_put)
+        kind: Kind = job.operation if job.operation in ("put", "get") else "ask"
+        call = _Call(node, part, job.until_s, kind)
         call.steps = self._steps(job, call)
         return call
 
@@ -306,19 +299,19 @@ class _Connections:
     def _steps(self, job: Job, call: _Call) -> Generator[None]:
         """Send the commands, pause, and note the answers in the job."""
         tier, node, part = self._tier, call.node, call.part
-        if not tier.health.may_ask(node, is_put=call.is_put):
+        if not tier.health.may_call(node, call.kind):
             raise TransferError(f"{node} has failed and is left alone for a while")
         wire = self._wire(call)
         seconds_left(call.until_s)
         self._begin(call)
         memory = Memory(tier.rows, tier.sums)
         try:
-            if call.is_put:
+            if call.kind == "put":
                 options = tier.set_options
                 if tier.health.is_new(node):
                     warn_of_policy(node, *memory_policy(wire), has_ttl=bool(options))
                 yield from put(wire, part, memory, job.namespace, options)
-            elif job.operation == "get":
+            elif call.kind == "get":
                 yield from get(wire, part, memory, job.namespace)
             elif job.operation == "contains":
                 yield from contains(wire, part)
@@ -363,13 +356,17 @@ class _Connections:
         except NoTime as error:
             call.error = TransferError(f"{call.node}: {error}")
         except Refusal as refusal:
+            why = reason(refusal)
             if refusal.code == "MOVED":
-                self._tier.nodes.doubt()
+                self._tier.nodes.doubt(call.node)
+                if self._tier.address.kind == "servers":
+                    self._tier.health.lacks_keys(call.node)
+                    why = OF_CLUSTER
             if refusal.code in _OF_KEYS:
                 self._succeeded(call)
             else:
                 self._failed(call, refusal)
-            call.error = TransferError(f"{call.node} refused: {reason(refusal)}")
+            call.error = TransferError(f"{call.node} refused: {why}")
         except self._tier.nodes.errors as error:
             # An answer that had hardly any time says nothing of the server.
             if not isinstance(error, WireError) or call.until_s - call.begin_s >= _FAIR_S:
@@ -383,7 +380,7 @@ class _Connections:
     def _failed(self, call: _Call, error: Exception) -> None:
         self._drop(call.node)
         self._tier.nodes.doubt()
-        self._tier.health.failed(error, call.node, is_put=call.is_put)
+        self._tier.health.failed(error, call.node, call.kind)
 
     def _succeeded(self, call: _Call) -> None:
-        self._tier.health.succeeded(call.node, is_put=call.is_put)
+        self._tier.health.succeeded(call.node, call.kind)

@@ -309,7 +309,7 @@ class Wire:
         if line[:1] == b"-":
             return Refusal(line[1:])
         if line[:1] not in (b"+", b":"):
-            raise WireError(f"expected a status, got {line[:40]!r}")
+            raise WireError(f"expected a status, got {_shown(line)}")
         return line[1:]
 
     def bulk_size(self) -> int | Refusal | None:
@@ -320,7 +320,7 @@ class Wire:
         if line == b"$-1":
             return None
         if line[:1] != b"$" or not line[1:].isdigit() or len(line) > _MAX_SIZE_DIGITS:
-            raise WireError(f"expected a value, got {line[:40]!r}")
+            raise WireError(f"expected a value, got {_shown(line)}")
         return int(line[1:])
 
     def end_bulk(self) -> None:
@@ -340,7 +340,7 @@ class Wire:
         is_number = rest.removeprefix(b"-").isdigit() and len(rest) <= _MAX_SIZE_DIGITS
         num = int(rest) if is_number else 0
         if not is_number or kind not in (b":", b"$", b"*") or depth > _MAX_DEPTH:
-            raise WireError(f"expected an answer, got {line[:40]!r}")
+            raise WireError(f"expected an answer, got {_shown(line)}")
         if kind == b":":
             return num
         if num > _MAX_ANSWER_BYTES:
@@ -353,6 +353,12 @@ class Wire:
         self.into(memoryview(text))
         self.end_bulk()
         return bytes(text)
+
+
+def _shown(line: bytes) -> str:
+    """Return what a message shows of an answer: nothing of the bytes of a block."""
+    text = line[:40].decode("latin-1")
+    return repr(text) if text.isascii() and text.isprintable() else "bytes that are no text"
 
 
 def command(*words: bytes) -> bytes:
