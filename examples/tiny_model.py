@@ -50,6 +50,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if not sys.argv[1:]:
-        sys.exit("found no folder: python tiny_model.py FOLDER")
-    main(Path(sys.argv[1]))
+    match sys.argv[1:]:
+        case [folder] if not folder.startswith("-"):
+            main(Path(folder))
+        case _:
+            sys.exit("pass one folder: python tiny_model.py FOLDER")

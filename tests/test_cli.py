@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import pty
+import runpy
 import socket
 import subprocess
 import sys
@@ -17,10 +18,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import click
 import numpy as np
 import pytest
 
-from kvstow import Engine, FullAttention, cli
+from kvstow import Engine, FullAttention, choices, cli
 from kvstow.output import ResultFile
 from kvstow.replay import BUNDLED_TRACE, command
 from kvstow.transfer import READY, BlockLayout
@@ -86,6 +88,12 @@ def arguments(request: pytest.FixtureRequest, trace: Path, image: Path) -> list[
 
 
 # -- installation ------------------------------------------------------------------------------
+
+
+def test_commands_load_where_a_choice_takes_no_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = type("Choice", (click.Choice,), {"__class_getitem__": None})  # as click 8.1 has it
+    monkeypatch.setattr(click, "Choice", old)
+    assert issubclass(runpy.run_path(choices.__file__)["OneOf"], old)
 
 
 def test_a_plain_installation_has_the_command_line() -> None:

@@ -77,6 +77,9 @@ def test_table_prints_findings_and_fixes(
     assert "cupy is not installed, so kvstow cannot use the GPU." in printed
     assert "pip install 'kvstow[cuda12]'" in printed
     assert found()["cupy"].status == "broken"
+    monkeypatch.setenv("COLUMNS", "20")
+    cli.main(["doctor"])
+    assert "broken" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 
-class OneOf(click.Choice[str]):
+class OneOf(click.Choice):  # type: ignore[type-arg]  # it takes no type before click 8.2
     """One of several words.
 
     Args:
@@ -21,9 +21,14 @@ class OneOf(click.Choice[str]):
         super().__init__(choices)
         self._advice = advice
 
-    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """Return why the value is refused, and the advice or the word that was likely meant."""
-        message = super().get_invalid_choice_message(value, ctx).removesuffix(".")
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the word, or raise an error with the advice or the word that was likely meant."""
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            self.fail(self._explained(error.message.removesuffix("."), value), param, ctx)
+
+    def _explained(self, message: str, value: str) -> str:
         if "," in value:
             return f"{message}{self._advice}."
         near = get_close_matches(value.lower(), self.choices, n=1)

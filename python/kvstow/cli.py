@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
-from typing import Final
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final, NoReturn
 
 import click
 
@@ -23,6 +25,7 @@ EXIT_USAGE: Final = 2
 EXIT_BUG: Final = os.EX_SOFTWARE  # 70
 EXIT_IO: Final = os.EX_IOERR  # 74
 EXIT_INTERRUPTED: Final = 130
+_ENDING: Final = (signal.SIGHUP, signal.SIGTERM)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,9 +37,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0 for success, 1 if a check failed, 2 for bad usage or input, 70 for an error in kvstow
         itself (with its traceback), 74 if input or output failed, 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: the process got SIGTERM (status 143) or SIGHUP (129).
     """
+    with _unwound_by_signals():
+        return _status_of(list(sys.argv[1:] if arguments is None else arguments))
+
+
+@contextmanager
+def _unwound_by_signals() -> Iterator[None]:
+    """Let a signal that ends the process raise, so that a command removes its files and blocks."""
+
+    def end(number: int, _frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends a command that hangs
+        raise SystemExit(128 + number)
+
+    changed = []
+    if threading.current_thread() is threading.main_thread():  # no other may set a handler
+        # `nohup` ignores SIGHUP.
+        changed = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, end)
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _status_of(arguments: list[str]) -> int:
+    try:
+        status = _run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
         return status

@@ -30,6 +30,7 @@ _OTHER_PICTURES: Final = {".eps", ".gif", ".jpeg", ".jpg", ".pdf", ".svg", ".web
 _WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_path"})
 """The parameters of all commands that name a file to write."""
 _READ_METAVARS: Final = frozenset({"FILE", "PATH", "MODEL"})
+_LEAST_COLUMNS: Final = 60  # rich drops the columns of a table that do not fit
 _MOST_RANKS: Final = 64  # of kvstow replay --world-size
 _STDIN_PATH: Final = "/dev/stdin"  # a link to the file that the shell has opened
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
@@ -286,6 +287,7 @@ def _rendered(shown: Table | str) -> str:
     console = Console(
         file=text, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
     )
+    console.width = max(console.width, _LEAST_COLUMNS)
     console.print(shown)
     return text.getvalue()
 

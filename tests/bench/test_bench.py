@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -206,6 +209,17 @@ def test_disk_is_measured_and_left_as_it_was(
     assert list(tmp_path.iterdir()) == []
     assert cli.main(command) == 0
     assert ("no direct I/O" in capsys.readouterr().out) == (made["not_direct"] is not None)
+
+
+def test_signal_that_ends_the_command_leaves_no_slot_file(tmp_path: Path) -> None:
+    program = (
+        "import os, sys\nfrom kvstow import cli\nfrom kvstow.bench import command\n"
+        f"command.measure_tier = lambda *_, **__: os.kill(os.getpid(), {signal.SIGTERM:d})\n"
+        "sys.exit(cli.main(['bench', 'disk', sys.argv[1], '--size', '8KiB']))"
+    )
+    child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, timeout=60)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_damages_blocks_is_reported(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,14 @@ def test_a_plan_finds_the_bytes_per_token(folder: Path, capsys: pytest.CaptureFi
         cli.main(["plan", "--limit", "20", "--model", str(folder / "config.json"), "--json"]) == 0
     )
     assert json.loads(capsys.readouterr().out)["model"]["bytes_per_token"] == 4096
+
+
+def test_an_option_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tiny_model.py", "--help"])
+    with pytest.raises(SystemExit, match="FOLDER"):
+        runpy.run_path(str(ROOT / "examples" / "tiny_model.py"), run_name="__main__")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_each_token_of_the_prompt_changes_the_answer(folder: Path) -> None:

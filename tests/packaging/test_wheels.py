@@ -100,6 +100,23 @@ def test_the_wheel_works_in_a_clean_environment(python: str, tmp_path: Path) -> 
     assert "kvstow" in run(tmp_path / "env" / "bin" / "kvstow", "--version")
 
 
+def test_the_wheel_works_with_the_oldest_packages_that_it_allows(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [*project["dependencies"], *extras["metrics"], *extras["plot"], *extras["redis"]]
+    oldest = [need.replace(">=", "==") for need in needed]
+    assert all(re.fullmatch(r"[\w-]+==[\d.]+", one) for one in oldest), oldest
+    run(UV, "venv", "--quiet", "--python", pythons()[0], tmp_path / "env")
+    own = tmp_path / "env" / "bin" / "python"
+    run(UV, "pip", "install", "--quiet", "--python", own, wheel("x86_64"), *oldest)
+    check(own)
+    command = f"{own} -m kvstow"
+    plan = f"{command} plan --limit 20 --model qwen3-8b --device-gib 20 --html {tmp_path}/plan.html"
+    for quiet in (f"{command} replay --limit 20", plan, f"{command} doctor"):
+        assert run("sh", "-c", f"{quiet} 2>&1 >/dev/null") == ""
+    run("sh", "-c", f"{plan} --png {tmp_path}/plan.png")
+
+
 def test_the_sdist_builds_and_works(tmp_path: Path) -> None:
     run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "env")
     own = tmp_path / "env" / "bin" / "python"

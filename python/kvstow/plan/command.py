@@ -310,12 +310,14 @@ def _layout(
 def _progress(total: int) -> Iterator[Callable[[], None]]:
     """Show a bar of about `total` parts on standard error, if that is a terminal."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda: None
+        return
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,
-        disable=not console.is_terminal,
         auto_refresh=False,
         transient=True,
     )

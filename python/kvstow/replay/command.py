@@ -234,7 +234,8 @@ class _ProgressBar(Observer, Closing):
 
     def close(self) -> None:
         """Remove the bar from the screen."""
-        self._bar.stop()
+        if not self._bar.disable:  # `stop` of an older rich prints an empty line even then
+            self._bar.stop()
 
     def stepped(self, replay: ReplayState) -> None:
         """Redraw the bar a few times a second."""

@@ -15,7 +15,7 @@ from kvstow._core import ConfigError, TransferError
 from kvstow.output import Output
 from kvstow.tiers.opening import INDEX_SUFFIX
 from kvstow.tiers.resp import Credentials, Security
-from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
+from kvstow.tiers.shared_keys import count_blocks, delete_blocks, is_mooncake, namespace_of
 
 _Command = TypeVar("_Command", bound=Callable[..., int])
 
@@ -83,9 +83,14 @@ def show_blocks(output: Output, url: str, files: Mapping[str, Any]) -> int:
 def drop_blocks(output: Output, url: str, fingerprint: str | None, files: Mapping[str, Any]) -> int:
     """Delete the blocks of one fingerprint."""
     if fingerprint is None:
+        lister = (
+            "each server logs them at its start"
+            if is_mooncake(url)
+            else f"kvstow tier info {url} lists them"
+        )
         raise ConfigError(
             "--fingerprint is missing: pass the 32 digits of the model whose blocks are to be "
-            f"deleted; kvstow tier info {url} lists them"
+            f"deleted; {lister}"
         )
     namespace = namespace_of(fingerprint)
     num = _asked(lambda: delete_blocks(url, namespace, **store_access(files)))

@@ -47,6 +47,11 @@ def _is_fingerprint(text: str) -> bool:
     return re.fullmatch(rf"[0-9a-f]{{{_DIGITS}}}", text) is not None
 
 
+def is_mooncake(url: str) -> bool:
+    """Return whether a URL names a Mooncake master."""
+    return url.startswith("mooncake://")
+
+
 def count_blocks(
     url: str, *, credentials: Credentials | None = None, security: Security | None = None
 ) -> dict[str, int]:
@@ -56,9 +61,14 @@ def count_blocks(
     meanwhile may name some twice.
 
     Raises:
-        ConfigError: `url` names no RESP server, because Mooncake does not list its keys.
+        ConfigError: `url` names no RESP server. Mooncake does not list its keys.
         TransferError: a server does not answer.
     """
+    if is_mooncake(url):
+        raise ConfigError(
+            f"{url} is a Mooncake master, which lists no keys: each server logs the fingerprints "
+            "under which it shares blocks, and kvstow tier reset takes one"
+        )
     found: Counter[str] = Counter()
     with _clients(url, credentials, security) as clients:
         for client in clients:
@@ -90,7 +100,7 @@ def delete_blocks(
         ConfigError: `url` names no store.
         TransferError: the store does not answer, or refuses.
     """
-    if url.startswith("mooncake://"):
+    if is_mooncake(url):
         with connect(url) as store:
             num = int(store.remove_by_regex(f"^{namespace.prefix.decode()}", True))
         if num < 0:

@@ -131,6 +131,14 @@ def test_the_command_lists_models_and_deletes_one(
     assert f"127.0.0.1:{server.port}" in capsys.readouterr().err
 
 
+def test_mooncake_lists_no_fingerprints_and_the_message_says_who_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command, says in ("info", "lists no keys: each server logs"), ("reset", "each server logs"):
+        assert main(["tier", command, "mooncake://127.0.0.1:1"]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_path_takes_no_option_of_a_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,9 +79,12 @@ def link_speed(runtime: Runtime, *, anew: bool = False) -> LinkSpeed:
     The cache is a file in `$XDG_CACHE_HOME/kvstow`, by default `~/.cache/kvstow`. With `anew` the
     cache is not read. A measurement takes well under a second.
     """
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or FilePath.home() / ".cache"
+    except RuntimeError:  # no home folder, as a user that only a number names has in a container
+        return measure(runtime)
     name = re.sub(r"[^A-Za-z0-9]+", "-", runtime.identity)
-    folder = FilePath(os.environ.get("XDG_CACHE_HOME") or FilePath.home() / ".cache") / "kvstow"
-    file = folder / f"link-{_FORMAT}-{name}.json"
+    file = FilePath(cache) / "kvstow" / f"link-{_FORMAT}-{name}.json"
     cached = None if anew else _read(file)
     if cached is not None:
         return cached

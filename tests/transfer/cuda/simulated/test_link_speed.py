@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,10 @@ def test_without_a_cache_folder_each_call_measures(
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
     assert link_speed(runtime) == link_speed(runtime) == SPEED
     assert len(measured) == 2
+    for name in "XDG_CACHE_HOME", "HOME":
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # without an entry in /etc/passwd
+    assert link_speed(runtime) == SPEED
 
 
 class Clock:
