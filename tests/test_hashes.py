@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -275,6 +276,18 @@ def test_hashes_know_their_block_size() -> None:
     lost += [hashes + kvstow.hash_tokens(range(32), 32, parent=hashes[-1])]
     lost += [Hashes(list(hashes)), Hashes([])]
     assert [it.block_size for it in lost] == [None] * len(lost)
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash_cbor"])
+def test_hashes_know_whether_they_are_chained(algorithm: Any) -> None:
+    hashes = kvstow.hash_tokens(range(48), 16, algorithm=algorithm)
+    more = kvstow.hash_tokens(range(16), 16, algorithm=algorithm, parent=hashes[-1])
+    chained = [hashes, more, hashes[1:], hashes + more, Hashes(hashes), Hashes(hashes, 8)]
+    assert all(it.is_chained for it in chained)
+    plain = list(hashes)
+    unknown = [Hashes(plain), Hashes(plain, 16), hashes[::2], hashes * 2, hashes + plain]
+    unknown += [Hashes(plain, 16)[1:], hashes + Hashes(plain, 16)[:0], Hashes(plain, 16) + more]
+    assert not any(it.is_chained for it in unknown)
 
 
 @pytest.mark.parametrize("block_size", [8, 32])

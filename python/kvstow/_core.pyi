@@ -162,6 +162,12 @@ class Hashes(Sequence[bytes]):
         `hash_tokens` sets it. Ledgers and schedulers refuse hashes of another block size than
         theirs.
         """
+    @property
+    def is_chained(self) -> bool:
+        """Whether `hash_tokens` has chained each hash with the one before it.
+
+        No two of them are equal then. A list of `bytes` may be chained too, but it is not known.
+        """
     def __len__(self) -> int: ...
     @overload
     def __getitem__(self, index: int, /) -> bytes: ...
@@ -796,6 +802,8 @@ class BlockLedger:
         """
     def request_ids(self) -> list[str]:
         """Return the ids of all requests that were added and not freed, in no order."""
+    def hashes(self, request_id: str) -> Hashes:
+        """Return the request's hashes."""
     def known(
         self, request_id: str
     ) -> tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]:

@@ -1,8 +1,9 @@
 """Objects that are closed, and the closing of several, of which each may fail."""
 
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Self
+from typing import NoReturn, Self
 
 
 class Closing(ABC):
@@ -19,6 +20,14 @@ class Closing(ABC):
     def __exit__(self, *_: object) -> None:
         """Close the object."""
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse a copy, because a close of one would leave the other with what is released."""
+        name = type(self).__name__
+        raise TypeError(
+            f"{name} objects cannot be copied or pickled, because a copy would share the memory, "
+            f"files or threads of the first: pass this {name} itself, or build another one"
+        )
 
 
 def call_all(calls: Iterable[Callable[[], object]]) -> None:
@@ -38,5 +47,6 @@ def call_all(calls: Iterable[Callable[[], object]]) -> None:
     first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
     for other in errors:
         if other is not first:
-            first.add_note(f"another call raised as well: {other!r}")
+            text = "".join(traceback.format_exception_only(other)).strip()  # also if its str fails
+            first.add_note(f"another call raised as well: {text}")
     raise first

@@ -76,7 +76,7 @@ pub(crate) fn hash_tokens<'py>(
         }
     }
     let hashes = py.detach(|| hash::hash_tokens(&ids, block_size, options)).map_err(to_py)?;
-    Ok(Hashes::of(hashes, Some(block_size)))
+    Ok(Hashes::chained(hashes, block_size))
 }
 
 /// Stands for a negative id. It is above the largest id.

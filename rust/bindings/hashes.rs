@@ -34,8 +34,10 @@ use crate::error::{ConfigError, to_py};
 ///     ConfigError: hashes of different widths, or of a type other than bytes.
 #[pyclass(module = "kvstow", frozen, sequence)]
 pub(crate) struct Hashes {
-    hashes: key::Hashes,
+    shared: key::Hashes,
     block_size: Option<usize>,
+    /// Whether each is chained with the one before, so that no two are equal.
+    is_chained: bool,
 }
 
 /// An end of a slice. One that exceeds 64 bits is the nearest that does not, as in a list.
@@ -57,11 +59,16 @@ impl<'py> FromPyObject<'_, 'py> for SliceEnd {
 impl Hashes {
     /// As `hashes`, but as an object.
     pub(crate) fn of(hashes: key::Hashes, block_size: Option<usize>) -> Self {
-        Self { hashes, block_size }
+        Self { shared: hashes, block_size, is_chained: false }
+    }
+
+    /// As [`of`](Self::of), for hashes that kvstow has chained.
+    pub(crate) fn chained(hashes: key::Hashes, block_size: usize) -> Self {
+        Self { shared: hashes, block_size: Some(block_size), is_chained: true }
     }
 
     fn list<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        PyList::new(py, self.hashes.digests().map(|digest| PyBytes::new(py, digest)))
+        PyList::new(py, self.shared.digests().map(|digest| PyBytes::new(py, digest)))
     }
 }
 
@@ -71,7 +78,7 @@ impl Hashes {
     #[pyo3(signature = (hashes, block_size = None))]
     fn new(hashes: &Bound<'_, PyAny>, block_size: Option<Count>) -> PyResult<Self> {
         let block_size = block_size.map(|given| given.0).or_else(|| block_size_of(hashes));
-        Ok(Self::of(self::hashes(hashes)?, block_size))
+        Ok(Self { shared: self::hashes(hashes)?, block_size, is_chained: is_chained(hashes) })
     }
 
     /// The tokens that each hash adds to the one before; None if unknown.
@@ -83,12 +90,20 @@ impl Hashes {
         self.block_size
     }
 
+    /// Whether `hash_tokens` has chained each hash with the one before it.
+    ///
+    /// No two of them are equal then. A list of `bytes` may be chained too, but it is not known.
+    #[getter]
+    fn is_chained(&self) -> bool {
+        self.is_chained
+    }
+
     fn __len__(&self) -> usize {
-        self.hashes.len()
+        self.shared.len()
     }
 
     fn __getitem__<'py>(&self, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
-        let (py, width, all) = (index.py(), self.hashes.width(), self.hashes.as_slice());
+        let (py, width, all) = (index.py(), self.shared.width(), self.shared.as_slice());
         let Ok(slice) = index.cast::<PySlice>() else {
             let outside = |index: &dyn Display| {
                 PyIndexError::new_err(format!("index {index} of {} hashes", all.len()))
@@ -107,7 +122,7 @@ impl Hashes {
         let range = slice.indices(all.len().cast_signed())?;
         let parent = match usize::try_from(range.start) {
             _ if range.step != 1 => Parent::Unknown,
-            Ok(0) => self.hashes.parent(),
+            Ok(0) => self.shared.parent(),
             Ok(start) => Parent::Block(all[start - 1]),
             Err(_) => Parent::Unknown,
         };
@@ -117,7 +132,9 @@ impl Hashes {
             part.push(width.digest(&all[place.cast_unsigned()])).map_err(to_py)?;
         }
         let block_size = self.block_size.filter(|_| range.step == 1);
-        Ok(Bound::new(py, Self::of(part.finish().behind(parent), block_size))?.into_any())
+        let is_chained = self.is_chained && range.step == 1;
+        let hashes = part.finish().behind(parent);
+        Ok(Bound::new(py, Self { shared: hashes, block_size, is_chained })?.into_any())
     }
 
     fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
@@ -125,7 +142,7 @@ impl Hashes {
     }
 
     fn __contains__(&self, hash: &Bound<'_, PyAny>) -> bool {
-        self.place(hash, 0..self.hashes.len()).is_some()
+        self.place(hash, 0..self.shared.len()).is_some()
     }
 
     /// Return the first place of a hash. Raises `ValueError` if it is not there.
@@ -136,40 +153,42 @@ impl Hashes {
     fn index(&self, value: &Bound<'_, PyAny>, start: SliceEnd, stop: SliceEnd) -> PyResult<usize> {
         let bound = |SliceEnd(at): SliceEnd| {
             let at = if at < 0 {
-                self.hashes.len().saturating_add_signed(at)
+                self.shared.len().saturating_add_signed(at)
             } else {
                 at.cast_unsigned()
             };
-            at.min(self.hashes.len())
+            at.min(self.shared.len())
         };
         self.place(value, bound(start)..bound(stop)).ok_or_else(|| {
-            PyValueError::new_err(format!("no hash among {} equals the value", self.hashes.len()))
+            PyValueError::new_err(format!("no hash among {} equals the value", self.shared.len()))
         })
     }
 
     /// Return how often a hash occurs.
     fn count(&self, value: &Bound<'_, PyAny>) -> usize {
         let Ok(value) = value.cast::<PyBytes>() else { return 0 };
-        self.hashes.digests().filter(|digest| *digest == value.as_bytes()).count()
+        self.shared.digests().filter(|digest| *digest == value.as_bytes()).count()
     }
 
     fn __concat__(&self, other: &Bound<'_, PyAny>) -> PyResult<Self> {
         let same = |it: &usize| block_size_of(other).is_none_or(|size| size == *it);
         let block_size = self.block_size.filter(same);
+        // Chained hashes know what they follow, which is compared below.
+        let is_chained = self.is_chained && is_chained(other);
         let other = hashes(other)?;
-        other.check_follows(&self.hashes).map_err(to_py)?;
-        let parent = match (other.parent(), self.hashes.is_empty()) {
+        other.check_follows(&self.shared).map_err(to_py)?;
+        let parent = match (other.parent(), self.shared.is_empty()) {
             (parent, true) => parent,
             (Parent::Unknown, false) if !other.is_empty() => Parent::Unknown,
-            _ => self.hashes.parent(),
+            _ => self.shared.parent(),
         };
-        let mut sum = HashesBuilder::with_capacity(self.hashes.len() + other.len());
-        self.hashes
+        let mut sum = HashesBuilder::with_capacity(self.shared.len() + other.len());
+        self.shared
             .digests()
             .chain(other.digests())
             .try_for_each(|it| sum.push(it))
             .map_err(to_py)?;
-        Ok(Self::of(sum.finish().behind(parent), block_size))
+        Ok(Self { shared: sum.finish().behind(parent), block_size, is_chained })
     }
 
     fn __repeat__(&self, py: Python<'_>, times: isize) -> PyResult<Self> {
@@ -179,7 +198,7 @@ impl Hashes {
     fn __eq__<'py>(&self, other: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
         let py = other.py();
         if let Ok(other) = other.cast::<Self>() {
-            return Ok((self.hashes == other.get().hashes)
+            return Ok((self.shared == other.get().shared)
                 .into_pyobject(py)?
                 .to_owned()
                 .into_any());
@@ -210,8 +229,8 @@ impl Hashes {
                 "copy is False, and hashes have no array without a copy: pass copy=None",
             ));
         }
-        let num_bytes = self.hashes.digests().next().map_or(0, <[u8]>::len);
-        let rows = PyArray1::from_vec(py, self.joined()).reshape([self.hashes.len(), num_bytes])?;
+        let num_bytes = self.shared.digests().next().map_or(0, <[u8]>::len);
+        let rows = PyArray1::from_vec(py, self.joined()).reshape([self.shared.len(), num_bytes])?;
         match dtype {
             Some(dtype) => rows.call_method1("astype", (dtype,)),
             None => Ok(rows.into_any()),
@@ -227,22 +246,22 @@ impl Hashes {
     }
 
     fn __repr__(&self) -> String {
-        let num_bytes = self.hashes.digests().next().map_or(0, <[u8]>::len);
-        format!("<{} hashes of {num_bytes} bytes>", self.hashes.len())
+        let num_bytes = self.shared.digests().next().map_or(0, <[u8]>::len);
+        format!("<{} hashes of {num_bytes} bytes>", self.shared.len())
     }
 }
 
 impl Hashes {
     fn joined(&self) -> Vec<u8> {
-        let mut joined = Vec::with_capacity(self.hashes.len() * key::MAX_HASH_BYTES);
-        self.hashes.digests().for_each(|digest| joined.extend_from_slice(digest));
+        let mut joined = Vec::with_capacity(self.shared.len() * key::MAX_HASH_BYTES);
+        self.shared.digests().for_each(|digest| joined.extend_from_slice(digest));
         joined
     }
 
     /// The first place of a hash in a range.
     fn place(&self, hash: &Bound<'_, PyAny>, within: std::ops::Range<usize>) -> Option<usize> {
         let hash = hash.cast::<PyBytes>().ok()?.as_bytes();
-        let mut digests = self.hashes.digests().enumerate().skip(within.start);
+        let mut digests = self.shared.digests().enumerate().skip(within.start);
         let found = digests.find(|(_, digest)| *digest == hash).map(|(place, _)| place);
         found.filter(|place| *place < within.end)
     }
@@ -256,7 +275,7 @@ pub(crate) fn register(py: Python<'_>) -> PyResult<()> {
 /// Block hashes from Python. All of a list have one width. A `Hashes` is shared.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
     if let Ok(shared) = obj.cast::<Hashes>() {
-        return Ok(shared.get().hashes.clone());
+        return Ok(shared.get().shared.clone());
     }
     let mut hashes = HashesBuilder::with_capacity(capacity_hint(obj));
     let mut push = |item: &Bound<'_, PyAny>| {
@@ -295,4 +314,9 @@ pub(crate) fn hashes_of_blocks(
 /// The tokens of each hash, if `obj` is a `Hashes` that knows them.
 fn block_size_of(obj: &Bound<'_, PyAny>) -> Option<usize> {
     obj.cast::<Hashes>().ok()?.get().block_size
+}
+
+/// Whether `obj` is a `Hashes` that kvstow has chained.
+fn is_chained(obj: &Bound<'_, PyAny>) -> bool {
+    obj.cast::<Hashes>().is_ok_and(|hashes| hashes.get().is_chained)
 }

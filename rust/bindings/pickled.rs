@@ -58,6 +58,6 @@ impl<'py> Pickled<'_, 'py> {
             digests.push(previous.cast::<PyBytes>()?.as_bytes()).map_err(to_py)?;
         }
         let parent = parent_of(self.parent.map(PyBytesMethods::as_bytes));
-        Ok(Hashes::of(digests.finish().behind(parent), Some(self.block_size)))
+        Ok(Hashes::chained(digests.finish().behind(parent), self.block_size))
     }
 }

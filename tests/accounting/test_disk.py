@@ -299,9 +299,14 @@ def test_claims_that_cannot_be_are_refused() -> None:
         ((NAMES[:2], [0], None), "2 hashes, 1 groups and 0 parents"),
         ((NAMES[:1], [5], None), "group 5 is unknown"),
         ((NAMES[:1], [0], [7]), "a parent is of type <class 'int'>: pass bytes or None"),
+        ((NAMES[:1], [0], [b"narrow"]), "a block hash has 6 bytes: this object's hashes have 8"),
     ):
         with pytest.raises(ConfigError, match=message):
             tier.claim(*arguments)
+        if len(arguments[0]) == 1:
+            with pytest.raises(ConfigError, match=message):
+                tier.adopt_disk([0], *arguments)
+    assert tier.disk_stats()["disk_resident_blocks"] == 0
     with pytest.raises(StateError, match="cannot claim blocks: this scheduler has no disk tier"):
         OffloadScheduler(4, [FULL]).claim(NAMES[:1], [0])
     with pytest.raises(UnknownRequest):

@@ -180,6 +180,17 @@ def test_truncate_releases_the_slots_of_a_lookup() -> None:
     tier.check()
 
 
+def test_truncate_forgets_what_a_lazy_scheduler_would_store() -> None:
+    tier = OffloadScheduler(8, [GROUP], mode="lazy")
+    names = [b"12345671", b"12345672"]
+    tier.add("a", names)
+    tier.store(["a"], [2 * BLOCK], [1, 2], [0, 2])
+    tier.truncate("a", 1)
+    job = tier.store_candidates([1, 2], names)
+    assert job is not None
+    assert job.block_ids.tolist() == [1]
+
+
 def test_truncate_refuses_more_hashes_than_are_known() -> None:
     tier = OffloadScheduler(8, [GROUP])
     tier.add("a", [b"12345678"])

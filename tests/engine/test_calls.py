@@ -1,11 +1,14 @@
 """Calls of an `Engine` with wrong arguments, at the wrong time, or at its begin and its end."""
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,7 @@ from kvstow import (
     UnknownRequest,
     hash_tokens,
 )
+from kvstow.closing import call_all
 from kvstow.engine.arguments import Group
 from kvstow.transfer import (
     READY,
@@ -119,6 +123,33 @@ def test_engine_refuses_calls_of_a_forked_child() -> None:
 
         in_child(check)
         assert it.admit("again", [*DOCUMENT, 91]).state is LOADS
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_must_be_closed_cannot_be_copied(duplicate: Callable[[object], object]) -> None:
+    with world(mover=HostMover) as it:
+        for part in it.engine, it.engine.arenas[0], it.engine.movers[0]:
+            name = type(part).__name__
+            with pytest.raises(TypeError, match=f"{name} objects cannot be copied or pickled"):
+                duplicate(part)
+
+
+def test_close_raises_the_first_error_with_the_others_as_notes() -> None:
+    class Broken(RuntimeError):
+        def __repr__(self) -> str:
+            raise ValueError("this error has no text")
+
+        __str__ = __repr__
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    errors = [KeyError("first"), Broken(), OSError(5, "third")]
+    with pytest.raises(KeyError, match="first") as caught:
+        call_all([partial(fail, error) for error in errors])
+    notes = "".join(caught.value.__notes__)
+    assert "Broken" in notes
+    assert "OSError: [Errno 5] third" in notes
 
 
 def test_reset_forgets_every_prefix_at_any_moment() -> None:
@@ -563,7 +594,15 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.computed(iter(["runs"]), [16], after=READY), "request_ids is of type list_it"),
         (
             lambda e: e.step(["runs"], [1], num_lookahead_tokens=-1),
-            f"num_lookahead_tokens is -1: it must be 0 to {2**40}",
+            f"num_lookahead_tokens is -1, outside 0 to {2**40}",
+        ),
+        (
+            lambda e: e.step(["runs"], [1], num_lookahead_tokens=1.0),
+            "num_lookahead_tokens must be an integer, got 1.0",
+        ),
+        (
+            lambda e: e.step(["runs"], [1], num_in_flight_tokens="1"),
+            "num_in_flight_tokens must be an integer, got '1'",
         ),
         (lambda e: e.reset(weights_version=5), "weights_version is 5, expected a str"),
         (lambda e: e.restart(5, after=READY, identity="", weights_version=""), "path is 5"),

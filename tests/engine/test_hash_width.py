@@ -26,9 +26,9 @@ def engine_of(**options: Any) -> Engine:
     return Engine(17, 32, [FullAttention(BLOCK)], [layout], **options)
 
 
-def compute(engine: Engine, name: str) -> None:
+def compute(engine: Engine, name: str, hashes: Sequence[bytes] = HASHES) -> None:
     """Compute a request, and wait until its blocks are on the host."""
-    engine.add(name, HASHES)
+    engine.add(name, hashes)
     engine.admit(name, len(TOKENS), len(TOKENS), after=READY)
     engine.computed([name], [len(TOKENS)], after=READY)
     for transfer in engine.transfers:
@@ -82,6 +82,33 @@ def test_refused_add_leaves_an_engine_that_takes_the_right_hashes(
         with pytest.raises(ConfigError, match="16 bytes"):
             engine.add("b", NARROW)
         engine.check()
+
+
+def test_a_restart_leaves_out_a_disk_of_another_width(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    below: dict[str, Any] = {"disk": slot_file(tmp_path / "slots"), "disk_options": options()}
+    with engine_of(**below) as engine:
+        compute(engine, "before", NARROW)
+        engine.settle_disk()
+    with engine_of() as engine:
+        compute(engine, "before")
+        engine.finish("before")
+        engine.sleep(after=READY, to=tmp_path / "image", **WHO)
+    with engine_of(**below) as engine:
+        assert engine.stats()["disk_resident_blocks"] == len(NARROW)
+        engine.restart(tmp_path / "image", after=READY, **WHO)
+        assert "the disk tier begins empty, and the engine goes on: a block hash" in caplog.text
+        engine.poll()
+        assert engine.stats()["disk_resident_blocks"] == 0
+        engine.add("again", HASHES)
+        assert engine.admit("again", len(TOKENS), len(TOKENS), after=READY).state is LOADS
+        compute(engine, "new", hash_tokens(range(100, 120), BLOCK))
+        engine.settle_disk()
+        engine.check()
+    with engine_of(**below) as engine:
+        assert engine.stats()["disk_resident_blocks"] == len(HASHES)
+        engine.add("last", HASHES)
 
 
 def test_refused_extend_changes_nothing(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from kvstow import (
     ConfigError,
     Engine,
     FullAttention,
+    Hashes,
     Landed,
     SlidingWindow,
     StateError,
@@ -439,7 +440,35 @@ def test_equal_hashes_of_a_request_are_refused() -> None:
         with pytest.raises(ConfigError, match=r"'one' has the hash [0-9a-f]{64} at 0 and at 2: "):
             it.engine.add("one", [*alone, alone[0]])
         assert state(it.engine) == before
+        # A block size alone says nothing of the chain.
+        with pytest.raises(ConfigError, match=r"at 0 and at 2: "):
+            it.engine.add("one", Hashes([*alone, alone[0]], BLOCK))
         it.engine.add("one", alone)
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_equal_hashes_of_an_extension_are_refused(events: bool) -> None:
+    """After a preemption, a lookup would find the earlier block in place of the later one."""
+    one, two, three = (bytes([at]) * 32 for at in range(3))
+
+    def tokens(num_blocks: int) -> list[int] | None:
+        return [0] * BLOCK * num_blocks if events else None
+
+    with world(events=events) as it:
+        it.engine.add("one", [one], tokens=tokens(1))
+        it.engine.admit("one", 12 * BLOCK, 12 * BLOCK, after=READY)
+        for more, places in (
+            ([two, one], "0 and at 2"),
+            ([two, two], "1 and at 2"),
+            ([*(bytes([at]) * 32 for at in range(9, 3, -1)), two, three, one], "0 and at 9"),
+        ):
+            before = state(it.engine)
+            for form in more, Hashes(more, BLOCK), Hashes([two, *more], BLOCK)[1:]:
+                with pytest.raises(ConfigError, match=f"at {places}: chain"):
+                    it.engine.extend("one", form, tokens=tokens(len(more)))
+                assert state(it.engine) == before
+        it.engine.extend("one", [two, three], tokens=tokens(2))
+        assert list(it.engine.ledger.hashes("one")) == [one, two, three]
 
 
 def test_a_block_is_hashed_when_its_last_token_is_sampled() -> None:

@@ -170,7 +170,12 @@ class Disk(Closing):
         )
         common = agreed(ranks, self.num_blocks) if ranks else None
         if common is not None:
-            adopt(state.scheduler, common)
+            try:
+                adopt(state.scheduler, common)
+            except ConfigError as error:  # such as a width of hashes that is not a snapshot's
+                text = "kvstow: the %s tier begins empty, and the engine goes on: %s"
+                logger.warning(text, self._name, error)
+                common = None
         self._attached = state.scheduler, self._counters()
         for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):

@@ -259,7 +259,7 @@ class Engine(Closing):
                 f"request {request_id!r} was added before: finish it, or give this one another name"
             )
         hashes = Hashes(hashes)  # which ledger and scheduler share
-        check_chained(request_id, hashes)
+        check_chained(request_id, [], hashes)
         with self._state.change:
             self._state.add(request_id, hashes, tokens, extra_keys)
 
@@ -274,8 +274,8 @@ class Engine(Closing):
         """Append hashes as generated tokens fill blocks, before `computed` reports such a block.
 
         They continue the request's last hash: pass it to `hash_tokens` as `parent`, or None if the
-        request has none yet. `tokens` and `extra_keys` are those of the new blocks alone, for
-        events. A request that was added with tokens needs them.
+        request has none yet. So no two hashes of a request are equal. `tokens` and `extra_keys` are
+        those of the new blocks alone, for events. A request that was added with tokens needs them.
 
         Raises `ConfigError` if a running request would have hashes of more tokens than it can know:
         those granted and the one sampled behind them, or `num_tokens` of its admission.
@@ -287,6 +287,7 @@ class Engine(Closing):
         state = self._known(request_id)
         hashes = Hashes(hashes)  # which ledger and scheduler share
         check_extension(state, request_id, len(hashes))
+        check_chained(request_id, state.ledger.hashes(request_id), hashes)
         with state.change:
             state.extend(request_id, hashes, tokens, extra_keys)
 
@@ -377,6 +378,9 @@ class Engine(Closing):
         """
         self._check_open()
         self._check_running(request_ids)
+        check_sizes(
+            num_lookahead_tokens=num_lookahead_tokens, num_in_flight_tokens=num_in_flight_tokens
+        )
         step = self._state.ledger.allocate_step(
             request_ids,
             num_new_tokens,

@@ -13,6 +13,9 @@ from kvstow.engine.state import State
 from kvstow.engine.transfer import Transfer
 from kvstow.transfer import Event
 
+# Below this, it takes less time to look for each new hash than to build a set of the known ones.
+_FEW_HASHES = 8
+
 
 def publish(
     state: State, copies: Copies, computed: Iterable[tuple[str, int]], after: Event
@@ -85,15 +88,26 @@ def _begin(
     return copies.begin(transfer, after)
 
 
-def check_chained(request_id: str, hashes: Hashes) -> None:
+def check_chained(request_id: str, known: Sequence[bytes], hashes: Hashes) -> None:
     """Refuse equal hashes of a request, because each block would be read in place of the other.
 
     They are mostly hashes of a block's own tokens. `hash_tokens` chains those that it makes.
+
+    Args:
+        request_id: the request.
+        known: its hashes so far.
+        hashes: those that continue them.
     """
-    if hashes.block_size is not None or len(set(hashes)) == len(hashes):
+    if hashes.is_chained:
+        return
+    new = set(hashes)
+    # A running request gets few hashes at a time, behind many.
+    are_few = len(hashes) <= _FEW_HASHES
+    is_repeated = any(digest in known for digest in new) if are_few else new.intersection(known)
+    if len(new) == len(hashes) and not is_repeated:
         return
     first: dict[bytes, int] = {}
-    for at, digest in enumerate(hashes):
+    for at, digest in enumerate([*known, *hashes]):
         if (before := first.setdefault(digest, at)) != at:
             raise ConfigError(
                 f"request {request_id!r} has the hash {digest.hex()} at {before} and at {at}: "

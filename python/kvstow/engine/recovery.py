@@ -103,7 +103,7 @@ def _agree(state: State, name: str, *, closing: bool) -> None:
     request.due_tokens = 1
     with suppress(UnknownRequest):
         state.scheduler.finish(name)
-    state.scheduler.add(name, state.ledger.known(name)[0])
+    state.scheduler.add(name, state.ledger.hashes(name))
 
 
 def _is_added(state: State, name: str) -> bool:

@@ -1,4 +1,4 @@
-//! The arguments of `BlockLedger`'s methods.
+//! The arguments of `BlockLedger`'s methods, and what they return.
 
 use std::ops::RangeInclusive;
 
@@ -10,6 +10,10 @@ use pyo3::types::PyString;
 use crate::convert::{Name, counts_within, ids};
 use crate::error::ConfigError;
 use crate::hash::{extra_keys_from_py, tokens_from_py};
+use crate::hashes::Hashes;
+
+/// A request's hashes, tokens and extra keys.
+pub(super) type Known<'py> = (Hashes, Option<Vec<u64>>, Option<Bound<'py, PyAny>>);
 
 pub(super) fn publish_from_py(given: Option<Name>) -> PyResult<Publish> {
     match given.as_ref().map_or("granted", |name| name.0.as_str()) {

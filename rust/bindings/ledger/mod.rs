@@ -9,7 +9,6 @@ pub(crate) use allocation::{PrefixHit, StepAllocation};
 
 use std::sync::Arc;
 
-use kvstow_core::key::Hashes as BlockHashes;
 use kvstow_core::ledger::{self, AllocateArgs, MAX_TOKENS, NewIds};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -23,7 +22,7 @@ use crate::lock::{Mutex, detached, lock};
 use crate::pool::LedgerPool;
 
 use allocation::per_group;
-use arguments::{context, counts_for, new_ids, publish_from_py};
+use arguments::{Known, context, counts_for, new_ids, publish_from_py};
 
 /// The accounting of a device: requests, their block tables, and the prefixes they share.
 ///
@@ -120,7 +119,8 @@ impl BlockLedger {
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (hashes, context) = (self.hashes(hashes)?, context(tokens, extra_keys)?);
+        let hashes = hashes_of_blocks(hashes, || self.hash_block_size())?;
+        let context = context(tokens, extra_keys)?;
         lock(&self.0).add(&request_id, &hashes, context).map_err(to_py)
     }
 
@@ -145,7 +145,8 @@ impl BlockLedger {
         tokens: Option<&Bound<'_, PyAny>>,
         extra_keys: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let (hashes, context) = (self.hashes(hashes)?, context(tokens, extra_keys)?);
+        let hashes = hashes_of_blocks(hashes, || self.hash_block_size())?;
+        let context = context(tokens, extra_keys)?;
         lock(&self.0).extend(&request_id, &hashes, context).map_err(to_py)
     }
 
@@ -363,15 +364,16 @@ impl BlockLedger {
         lock(&self.0).request_ids().map(str::to_owned).collect()
     }
 
+    /// Return the request's hashes.
+    fn hashes(&self, request_id: RequestId) -> PyResult<Hashes> {
+        let hashes = lock(&self.0).hashes(&request_id).map_err(to_py)?;
+        Ok(Hashes::of(hashes, Some(self.hash_block_size())))
+    }
+
     /// Return the request's hashes, and its tokens and extra keys if they were given for events.
     ///
     /// The extra keys of a block are a tuple, whatever sequence `add` or `extend` got.
-    #[expect(clippy::type_complexity, reason = "a tuple, as Python sees it")]
-    fn known<'py>(
-        &self,
-        py: Python<'py>,
-        request_id: RequestId,
-    ) -> PyResult<(Hashes, Option<Vec<u64>>, Option<Bound<'py, PyAny>>)> {
+    fn known<'py>(&self, py: Python<'py>, request_id: RequestId) -> PyResult<Known<'py>> {
         let (hashes, context) = lock(&self.0).known(&request_id).map_err(to_py)?;
         let keys = context.extra_keys.map(|keys| extra_keys_to_py(py, &keys)).transpose()?;
         Ok((Hashes::of(hashes, Some(self.hash_block_size())), context.tokens, keys))
@@ -438,11 +440,6 @@ impl BlockLedger {
 }
 
 impl BlockLedger {
-    /// Hashes from Python, of this ledger's block size as far as they know theirs.
-    fn hashes(&self, hashes: &Bound<'_, PyAny>) -> PyResult<BlockHashes> {
-        hashes_of_blocks(hashes, || self.hash_block_size())
-    }
-
     /// Locks, and lets `call` read.
     pub(crate) fn with<R>(&self, call: impl FnOnce(&ledger::BlockLedger) -> R) -> R {
         call(&lock(&self.0))

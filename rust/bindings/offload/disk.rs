@@ -1,7 +1,7 @@
 //! What the disk tier of `OffloadScheduler` takes and returns.
 
 use kvstow_core::ids::GroupId;
-use kvstow_core::key::{BlockHash, HashesBuilder};
+use kvstow_core::key::{BlockHash, HashWidth, HashesBuilder};
 use kvstow_core::offload::{self, DiskConfig, EvictionPolicy};
 use numpy::PyArray1;
 use pyo3::prelude::*;
@@ -85,7 +85,7 @@ pub(super) fn adopt(
 ) -> PyResult<usize> {
     let (slots, hashes) = (counts(slots, "slots")?, self::hashes(hashes)?);
     let groups = self::groups(groups)?;
-    let parents = parents.map_or(Ok(Vec::new()), self::parents)?;
+    let parents = parents.map_or(Ok(Vec::new()), |given| self::parents(given, hashes.width()))?;
     lock(scheduler).adopt_disk(&slots, &hashes, &groups, &parents).map_err(to_py)
 }
 
@@ -114,7 +114,7 @@ pub(super) fn claim(
     parents: Option<&Bound<'_, PyAny>>,
 ) -> PyResult<usize> {
     let (hashes, groups) = (self::hashes(hashes)?, self::groups(groups)?);
-    let parents = parents.map_or(Ok(Vec::new()), self::parents)?;
+    let parents = parents.map_or(Ok(Vec::new()), |given| self::parents(given, hashes.width()))?;
     lock(scheduler).claim(&hashes, &groups, &parents).map_err(to_py)
 }
 
@@ -122,8 +122,8 @@ fn groups(given: &Bound<'_, PyAny>) -> PyResult<Vec<GroupId>> {
     counts(given, "groups")?.into_iter().map(|group| group_id(Count(group))).collect()
 }
 
-/// The hash before each block, all of one width.
-fn parents(given: &Bound<'_, PyAny>) -> PyResult<Vec<Option<BlockHash>>> {
+/// The hash before each block, all as wide as the blocks' own.
+fn parents(given: &Bound<'_, PyAny>, width: HashWidth) -> PyResult<Vec<Option<BlockHash>>> {
     let mut known = HashesBuilder::default();
     let mut are_known = Vec::new();
     for item in crate::convert::sequence(given, "block hashes or None")?.try_iter()? {
@@ -140,6 +140,7 @@ fn parents(given: &Bound<'_, PyAny>) -> PyResult<Vec<Option<BlockHash>>> {
         }
     }
     let known = known.finish();
+    width.check(known.width()).map_err(to_py)?;
     let mut known = known.as_slice().iter().copied();
     Ok(are_known.into_iter().map(|is_known| if is_known { known.next() } else { None }).collect())
 }

@@ -120,7 +120,15 @@ impl BlockLedger {
         )
     }
 
-    /// The request's hashes, tokens and extra keys, as `add` and `extend` got them.
+    /// The request's hashes, as `add` and `extend` got them.
+    ///
+    /// # Errors
+    /// [`Error::UnknownRequest`].
+    pub fn hashes(&self, request_id: &str) -> Result<Hashes> {
+        Ok(Hashes::new(self.pool.hash_width(), &self.requests.get(request_id)?.hashes))
+    }
+
+    /// As [`hashes`](Self::hashes), with the request's tokens and extra keys.
     ///
     /// # Errors
     /// [`Error::UnknownRequest`].
@@ -131,8 +139,8 @@ impl BlockLedger {
             keys.resize(request.hashes.len(), None);
             keys
         });
-        let hashes = Hashes::new(self.pool.hash_width(), &request.hashes);
-        Ok((hashes, Context { tokens: request.tokens.clone(), extra_keys }))
+        let context = Context { tokens: request.tokens.clone(), extra_keys };
+        Ok((self.hashes(request_id)?, context))
     }
 
     /// The ids of all requests.

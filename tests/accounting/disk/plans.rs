@@ -2,7 +2,7 @@
 
 use kvstow_core::error::Error;
 use kvstow_core::group::{Attention, Group};
-use kvstow_core::ids::{BlockId, GroupId};
+use kvstow_core::ids::{BlockId, GroupId, JobId};
 use kvstow_core::key::{BlockHash, Hashes};
 use kvstow_core::ledger::BlockLedger;
 use kvstow_core::offload::{
@@ -257,6 +257,26 @@ fn a_demote_of_a_host_block_that_proves_damaged_fails() {
 }
 
 #[test]
+fn a_block_that_failed_on_a_rank_stays_failed_when_another_proves_damaged() {
+    let (names, disk) = ([1, 2, 3], Some(DiskConfig::new(4)));
+    let config = OffloadConfig { world_size: 2, disk, ..OffloadConfig::new(4, groups()) };
+    let mut scheduler = OffloadScheduler::new(config).unwrap();
+    scheduler.set_disk(DiskMode::On).unwrap();
+    store(&mut scheduler, "a", &names, 1);
+    scheduler.complete(JobId(1), 1, true).unwrap().unwrap();
+    let demote = scheduler.demote(usize::MAX, None).unwrap().unwrap();
+    scheduler.complete(demote.job_id, 0, Outcome::Blocks(vec![true, false, true])).unwrap();
+    assert_eq!(ask(&mut scheduler, "b", &names), Some(3));
+    let blocks = vec![vec![BlockId(11), BlockId(12), BlockId(13)]];
+    let load = scheduler.load("b", 3 * BLOCK_SIZE, &blocks, None).unwrap();
+    scheduler.complete(load.job_id, 0, Outcome::Blocks(vec![true, true, false])).unwrap();
+    scheduler.complete(demote.job_id, 1, true).unwrap().unwrap();
+    scheduler.check().unwrap();
+    let stats = scheduler.disk_stats();
+    assert_eq!((stats.demoted_blocks, stats.failed_demotes, stats.disk_resident_blocks), (1, 2, 1));
+}
+
+#[test]
 fn a_reset_closes_the_disk_until_it_is_opened() {
     let names = [1, 2];
     let mut scheduler = warm(4, &names, DiskConfig::new(4));
@@ -270,6 +290,21 @@ fn a_reset_closes_the_disk_until_it_is_opened() {
     store(&mut scheduler, "c", &[7], 3);
     let job = scheduler.demote(usize::MAX, None).unwrap().unwrap();
     assert_eq!(names_of(&job), [7]);
+}
+
+#[test]
+fn no_record_takes_a_disk_slot_that_a_promote_reads() {
+    let names = [1, 2];
+    let mut scheduler = warm(4, &names, DiskConfig::new(4));
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let promote = scheduler.promote(usize::MAX, None).unwrap().unwrap();
+    scheduler.reset().unwrap();
+    let (hashes, groups) = (hashes(&[5, 6]), [GroupId(0); 2]);
+    assert_eq!(scheduler.adopt_disk(&[0, 2], &hashes, &groups, &[]).unwrap(), 1);
+    scheduler.check().unwrap();
+    scheduler.complete(promote.job_id, 0, true).unwrap().unwrap();
+    assert_eq!(scheduler.adopt_disk(&[0, 2], &hashes, &groups, &[]).unwrap(), 1);
+    scheduler.check().unwrap();
 }
 
 #[test]

@@ -631,6 +631,11 @@ CUDA void simulation_fail(const char* name, int status) {
     devices().failing[name] = status;
 }
 
+CUDA void simulation_forget_failures() {
+    Lock lock(devices().mutex);
+    devices().failing.clear();
+}
+
 CUDA void simulation_machine(int driver, int runtime, int num_devices) {
     Lock lock(devices().mutex);
     devices().machine = {driver, runtime, num_devices};

@@ -205,6 +205,11 @@ def fail(name: str, status: int) -> None:
     library().simulation_fail(name.encode(), ctypes.c_int(status))
 
 
+def forget_failures() -> None:
+    """Let no function of CUDA fail that `fail` has named and that was not called since."""
+    library().simulation_forget_failures()
+
+
 def machine(*, driver: int = 13000, runtime: int = 13020, num_devices: int = 2) -> None:
     """Change what the machine reports of itself."""
     library().simulation_machine(*map(ctypes.c_int, (driver, runtime, num_devices)))
