@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from tests.vllm.versions import skip_without_all_states
+from tests.vllm.versions import LOOKS_ABOVE_HIT, skip_without_all_states
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -54,13 +54,13 @@ class Model:
     def max_hit_tokens(self, num_tokens: int) -> int:
         """Return the most tokens that vLLM lets a hit of a request have.
 
-        It leaves one token to compute. With one group it looks for no block above that, so a hit
-        that drops its last block ends a block lower.
+        It leaves one token to compute. With one group, and before 0.32 with any number, it looks
+        for no block above that, so a hit that drops its last block ends a block lower.
         """
-        dropped = 0
-        if len(self.groups) == 1 and drops_last_block(self.groups[0]):
-            dropped = self.hit_block_size
-        return max(0, num_tokens - 1 - dropped)
+        dropped = [group.block_size for group in self.groups if drops_last_block(group)]
+        if len(self.groups) > 1 and LOOKS_ABOVE_HIT:
+            dropped.clear()
+        return max(0, num_tokens - 1 - max(dropped, default=0))
 
     def manager(self, num_blocks: int, max_in_flight_tokens: int | None) -> KVCacheManager:
         specs = [

@@ -497,6 +497,7 @@ class VllmConfig:
     kv_transfer_config: ...
     shutdown_timeout: ...
     attention_config: optional
+    aux_output_config: optional
     weight_transfer_config: optional
 
 class CompilationConfig:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.versions import HASHES_ADAPTER_PATH
 from vllm.lora.request import LoRARequest
 
 from kvstow.vllm import adapters
@@ -81,7 +82,8 @@ def test_an_adapter_that_comes_back_in_place_of_another_takes_nothing(
     if asks_other:
         assert hit(server, adapter(other, load_inplace=True)) == 0
         assert hit(server, adapter(local)) == 0, "it waited meanwhile"
-        assert hit(server, adapter(other, load_inplace=True)) == NUM_HIT
+        num_hit = NUM_HIT if HASHES_ADAPTER_PATH else 0
+        assert hit(server, adapter(other, load_inplace=True)) == num_hit
     for _ in range(2):
         assert hit(server, adapter(local, load_inplace=True)) == 0
     server.half.reset()
@@ -153,6 +155,7 @@ def test_a_remote_adapter_that_was_loaded_in_place_takes_nothing(server: Server)
     assert hit(server, in_place) == hit(server, in_place) == 0
 
 
+@pytest.mark.skipif(not HASHES_ADAPTER_PATH, reason="the path of an adapter is in no hash")
 def test_an_adapter_of_another_path_is_another_one(
     server: Server, local: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,18 @@ from tests.vllm.halves import (
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, MambaSpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    KVCacheTensor,
+    MambaSpec,
+)
 
 import kvstow.vllm
 from kvstow import ConfigError, StateSpace, TransferError
 from kvstow.transfer import READY
-from kvstow.vllm import KVStowConnector
+from kvstow.vllm import KVStowConnector, settings
 from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -107,6 +114,18 @@ def test_a_scheduler_beside_each_rank_is_refused(folder: Path) -> None:
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
+@pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
+def test_context_parallel_ranks_of_vllm_030_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    setattr(config.parallel_config, name, 2)
+    monkeypatch.delattr(KVCacheSpec, "dcp_sharded", raising=False)
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{flag} is 2, and vLLM before 0.31"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
 def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> None:
     """Lookups would find the blocks that the step did not write, and the tier would store them."""
     config = engine_config(folder, {"num_cpu_blocks": 4})
@@ -114,6 +133,22 @@ def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> N
     for role in KVConnectorRole:
         with pytest.raises(ConfigError, match="--enable-fault-tolerance"):
             KVStowConnector(config, role, cache_config(FULL))
+
+
+def test_routed_experts_of_hits_that_vllm_may_have_dropped_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.33, vLLM keeps those of as many blocks as the device has, and fails without."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    config.aux_output_config = SimpleNamespace(enabled=True)
+    for role in KVConnectorRole:
+        monkeypatch.setattr("vllm.version.__version_tuple__", (0, 32, 0))
+        with pytest.raises(ConfigError, match="without --enable-return-routed-experts"):
+            KVStowConnector(config, role, cache_config(FULL))
+        monkeypatch.setattr("vllm.version.__version_tuple__", (0, 33, 0))
+        KVStowConnector(config, role, cache_config(FULL))
+    monkeypatch.setattr("vllm.version.__version_tuple__", (0, 32, 0))
+    settings.check(config, Options(observe=True))
 
 
 def test_each_data_parallel_engine_writes_files_of_its_own(folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from tests.vllm.engine import (
     prompts,
 )
 from tests.vllm.setting import CONNECTOR
+from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
 
 from kvstow.vllm import KVStowConnector
@@ -270,7 +271,11 @@ def test_a_draft_model_drafts_from_the_host_as_from_the_device(
     else:
         folder = make_mtp_model(tmp_path / "model", 128 if "windows" in kind else None)
         speculation = {"method": "mtp", "num_speculative_tokens": 1}
-    with running(folder, options=None, num_blocks=400, speculative_config=speculation) as engine:
+    alone = dict(speculation)
+    if hasattr(SpeculativeConfig, "disable_lookahead_block_hashes"):
+        # vLLM 0.33 has such hashes without a connector only. Then a hit keeps its last block.
+        alone["disable_lookahead_block_hashes"] = True
+    with running(folder, options=None, num_blocks=400, speculative_config=alone) as engine:
         first, _ = answered_one_by_one(engine)
         second, drafts = answered_one_by_one(engine)
     assert {answer.num_cached for answer in first} == {0}

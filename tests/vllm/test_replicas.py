@@ -416,8 +416,10 @@ def test_registering_again_keeps_the_shared_memory() -> None:
 
 # -- which ranks share -----------------------------------------------------------------------------
 
+# Each rank holds the whole latent. vLLM 0.30 does not say so.
+WHOLE = {"max_tp_shards": 1} if hasattr(MLAAttentionSpec, "max_tp_shards") else {}
 MLA = MLAAttentionSpec(
-    block_size=BLOCK_SIZE, num_kv_heads=1, max_tp_shards=1, head_size=8, dtype=FULL.dtype
+    block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=FULL.dtype, **WHOLE
 )
 
 
@@ -433,6 +435,7 @@ def replicas_of(folder: Path, num: int = 2, tp: int = 2, rank: int = 0, **change
     return Replicas.of(config, cache)
 
 
+@pytest.mark.skipif(not WHOLE, reason="vLLM 0.30 reports no equal KV")
 def test_vllm_says_which_ranks_have_equal_kv() -> None:
     groups = [KVCacheGroupSpec(["a"], MLA)]
     assert planning.kv_cache_groups_tp_replicas(groups, 8) == 8

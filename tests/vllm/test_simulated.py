@@ -13,6 +13,7 @@ import pytest
 from tests.vllm.halves import FULL, STATE, WINDOW
 from tests.vllm.simulated import Simulated, WrongKV, tokens
 from tests.vllm.versions import skip_without_all_states
+from vllm import version as vllm_version
 from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_correctly
@@ -282,6 +283,12 @@ def test_requests_with_drafts_read_their_own_kv(
     engine.close()
 
 
+@pytest.mark.skipif(
+    not _hashes_sessions_correctly(
+        vllm_version.__version_tuple__[:2], has_drafts=False, has_states=False
+    ),
+    reason="of this vLLM no session is stored",
+)
 @pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 def test_a_session_stores_nothing_under_the_hash_of_a_dropped_token(
@@ -384,7 +391,7 @@ def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
     if not is_guarded:
         engine.half.steps.evict_unwritten = lambda *_: None  # type: ignore[method-assign]
     engine.add("patient", tokens(200, 1), priority=1)
-    while not engine.requests["patient"].num_computed_tokens:
+    while engine.requests["patient"].num_computed_tokens < 64:
         engine.step()
     engine.add("urgent", tokens(47, 2), max_tokens=6, priority=0)
     if is_guarded:

@@ -11,7 +11,12 @@ try:  # vLLM 0.33
 except ImportError:
     from vllm.v1.core import kv_cache_utils as planning
 
-__all__ = ["planning", "skip_without_all_states"]
+__all__ = ["HASHES_ADAPTER_PATH", "LOOKS_ABOVE_HIT", "planning", "skip_without_all_states"]
+
+# Whether the hash of a block has the path of its adapter beside the name.
+HASHES_ADAPTER_PATH = Version(vllm.__version__) >= Version("0.31")
+# With several groups, whether a draft model's hit may be proven by the last block of a prompt.
+LOOKS_ABOVE_HIT = Version(vllm.__version__) >= Version("0.32")
 
 
 def skip_without_all_states() -> None:

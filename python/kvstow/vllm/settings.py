@@ -7,6 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from vllm import envs
+from vllm import version as vllm_version
 from vllm.config import get_current_vllm_config_or_none
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
@@ -24,7 +25,7 @@ logger = logging.getLogger("vllm." + __name__)
 _CLOSING_S: Final = 5
 
 
-def check(config: VllmConfig) -> None:
+def check(config: VllmConfig, options: Options) -> None:
     """Raise `ConfigError` for a configuration that cannot work, and name the flag."""
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
@@ -55,6 +56,14 @@ def check(config: VllmConfig) -> None:
             "enable_fault_tolerance is True, and vLLM then keeps the hashes of blocks that a "
             "failed step did not write: start vLLM without --enable-fault-tolerance and "
             "--fault-tolerance-config, or without the connector"
+        )
+    has_aux_outputs = getattr(getattr(config, "aux_output_config", None), "enabled", False)
+    if has_aux_outputs and not options.observe and vllm_version.__version_tuple__[:2] < (0, 33):
+        raise ConfigError(
+            f"enable_return_routed_experts is True, and vLLM {vllm_version.__version__} ends at a "
+            "hit on the host whose routed experts it has dropped: start vLLM without "
+            "--enable-return-routed-experts, use vLLM 0.33 or later, or start it without the "
+            "connector"
         )
     parts = _flag(config).kv_connector_extra_config.get("connectors", [])
     num_own = sum(part.get("kv_connector") == "KVStowConnector" for part in parts)
