@@ -116,6 +116,20 @@ def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> N
             KVStowConnector(config, role, cache_config(FULL))
 
 
+def test_a_server_that_returns_routed_experts_is_refused(folder: Path) -> None:
+    """It forgets the experts of blocks that fall out of the device, and dies if they come back."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    outputs = getattr(config, "aux_output_config", None)
+    if outputs is None:
+        pytest.skip("vLLM before 0.31 itself refuses this with a connector")
+    outputs.enable_return_routed_experts = True
+    for role in KVConnectorRole:
+        with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+            KVStowConnector(config, role, cache_config(FULL))
+    config.kv_transfer_config.kv_connector_extra_config = {"observe": True}
+    KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL)).shutdown()
+
+
 def test_each_data_parallel_engine_writes_files_of_its_own(folder: Path, tmp_path: Path) -> None:
     options = {"events_path": str(tmp_path / "events"), "record_trace": str(tmp_path / "trace")}
     config = engine_config(folder, {"num_cpu_blocks": 4} | options)

@@ -79,7 +79,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         log_as_vllm()
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
-        settings.check(vllm_config)
+        settings.check(vllm_config, options)
         parallel = vllm_config.parallel_config
         model = self._model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._reporter: StatsReporter | None = None

@@ -24,7 +24,7 @@ logger = logging.getLogger("vllm." + __name__)
 _CLOSING_S: Final = 5
 
 
-def check(config: VllmConfig) -> None:
+def check(config: VllmConfig, options: Options) -> None:
     """Raise `ConfigError` for a configuration that cannot work, and name the flag."""
     if not config.cache_config.enable_prefix_caching:
         raise ConfigError(
@@ -55,6 +55,14 @@ def check(config: VllmConfig) -> None:
             "enable_fault_tolerance is True, and vLLM then keeps the hashes of blocks that a "
             "failed step did not write: start vLLM without --enable-fault-tolerance and "
             "--fault-tolerance-config, or without the connector"
+        )
+    if not options.observe and getattr(
+        getattr(config, "aux_output_config", None), "enable_return_routed_experts", False
+    ):
+        raise ConfigError(
+            "enable_return_routed_experts is True, and vLLM then keeps the experts of tokens only "
+            "as long as it may hit their blocks itself: a hit on the host would end the server. "
+            "Start vLLM without --enable-return-routed-experts, or without the connector"
         )
     parts = _flag(config).kv_connector_extra_config.get("connectors", [])
     num_own = sum(part.get("kv_connector") == "KVStowConnector" for part in parts)
