@@ -6,6 +6,7 @@ worker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -116,18 +117,20 @@ class Scheduler:
         config = cache_config(*specs, retention=retention)
         for group in draft_groups or ():
             config.kv_cache_groups[group].is_eagle_group = True
+        sizes = [spec.block_size for spec in specs]
+        self.tokens_per_hash = math.gcd(*sizes)
         self.manager = KVCacheManager(
             config,
             max_model_len=1 << 20,
-            scheduler_block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            scheduler_block_size=math.lcm(*sizes),
+            hash_block_size=self.tokens_per_hash,
             max_in_flight_tokens=None,
             use_eagle=draft_groups is not None,
             num_prefill_lookahead=0 if draft_groups is None else num_modules,
         )
         self.now = 0.0
         tier = HostTier(
-            replace(Model.of(config), tokens_per_vllm_hash=BLOCK_SIZE),
+            replace(Model.of(config), tokens_per_vllm_hash=self.tokens_per_hash),
             Options(**options),
             world_size=world_size,
             horizon_blocks=NUM_BLOCKS,
@@ -156,7 +159,7 @@ class Scheduler:
             prompt_token_ids=shared + own,
             sampling_params=SamplingParams(max_tokens=8),
             pooling_params=None,
-            block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256_cbor),
+            block_hasher=get_request_block_hasher(self.tokens_per_hash, sha256_cbor),
             **settings,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -140,7 +139,9 @@ def test_routed_experts_of_hits_that_vllm_may_have_dropped_are_refused(
 ) -> None:
     """Before 0.33, vLLM keeps those of as many blocks as the device has, and fails without."""
     config = engine_config(folder, {"num_cpu_blocks": 4})
-    config.aux_output_config = SimpleNamespace(enabled=True)
+    if not hasattr(config, "aux_output_config"):
+        pytest.skip("vLLM 0.30 itself refuses this with a connector")
+    config.aux_output_config.enable_return_routed_experts = True
     for role in KVConnectorRole:
         monkeypatch.setattr("vllm.version.__version_tuple__", (0, 32, 0))
         with pytest.raises(ConfigError, match="without --enable-return-routed-experts"):

@@ -274,7 +274,11 @@ def test_servers_with_other_numbers_for_images_do_not_share(
     scales = tmp_path / "scales.json"
     scales.write_text("1")
     before = worlds[0].digest()
-    monkeypatch.setenv("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic")
+    for variable, value in (
+        ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
+        ("XHS_VIDEO_JPEG_QUALITY", "20"),
+    ):
+        monkeypatch.setenv(variable, value)
     assert worlds[1].digest() == before, "the model takes no videos"
     for world in worlds:
         world.config.model_config.multimodal_config = SimpleNamespace(
@@ -285,8 +289,10 @@ def test_servers_with_other_numbers_for_images_do_not_share(
     scales.write_text("2")
     assert worlds[1].digest() != before
     scales.write_text("1")
-    monkeypatch.delenv("VLLM_VIDEO_LOADER_BACKEND")
-    assert worlds[1].digest() != before
+    for variable in ("VLLM_VIDEO_LOADER_BACKEND", "XHS_VIDEO_JPEG_QUALITY"):
+        with monkeypatch.context() as without:
+            without.delenv(variable)
+            assert worlds[1].digest() != before, variable
     scales.unlink()
     with pytest.raises(ConfigError, match=r"mm_encoder_fp8_scale_path .* cannot be read"):
         worlds[1].digest()

@@ -354,6 +354,19 @@ def test_hits_of_a_window_end_where_prompts_end_or_part() -> None:
     assert it.ratios("inf") == [10 / 24]
 
 
+@pytest.mark.parametrize("spec", [WINDOW, STATE], ids=["window", "state"])
+def test_a_model_without_full_attention_has_ratios_once_a_prompt_is_computed(spec: Any) -> None:
+    it = Watched(spec)
+    first = it.request("a", range(100))
+    it.observer.looked_up(first, 0)
+    it.observer.admitted(first, 0)
+    assert "hit_ratio" not in it.observer.gauges(100)
+    it.now_s += 1
+    it.serve(first)
+    it.serve(it.request("again", range(100)))
+    assert it.ratios("0", "1", "inf") == [0, 0.5, 0.5]
+
+
 def test_sizes_of_several_groups_are_simulated_as_far_as_memory_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

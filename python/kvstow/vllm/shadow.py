@@ -168,9 +168,10 @@ class ShadowTier:
         self._advance()
         seconds = self._past_s + self._clock() - self._turn_began
         found = {"shadow_window_seconds": seconds, "shadow_sampling_rate": self._curve.rate}
-        if not (self.num_slots and self._num_lookups):
-            return found
         slots_per_key = self._slots_per_key()
+        # Without full attention no block takes a slot until a prompt has been computed.
+        if not (self.num_slots and self._num_lookups and slots_per_key):
+            return found
         capacities = [int(size / slots_per_key) for size in self._sizes()]
         ratios: list[float] = self._curve.hit_ratios([0, *capacities, _UNBOUNDED]).tolist()
         if self._slots is not None:

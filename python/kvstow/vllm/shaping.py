@@ -86,6 +86,8 @@ _ATTENTION_LAYOUT: Final = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
 _STATE_LAYOUT: Final = "VLLM_SSM_CONV_STATE_LAYOUT"
 # Which frames of a video the model gets.
 _VIDEO_LOADER: Final = "VLLM_VIDEO_LOADER_BACKEND"
+# How lossy vLLM's processor of `dots3_note` compresses these frames. vLLM does not list it.
+_VIDEO_QUALITY: Final = "XHS_VIDEO_JPEG_QUALITY"
 # What Transformers reads for images, audio and video.
 _PROCESSORS: Final = (
     "preprocessor_config.json",
@@ -207,7 +209,8 @@ def _media(settings: Any) -> list[Any]:
             f"mm_encoder_fp8_scale_path is {scales!r}, which cannot be read ({error.strerror}): "
             "make it readable, or remove the tier below the host"
         ) from error
-    return [settings, content, _variable(_VIDEO_LOADER)]
+    frames = _variable(_VIDEO_LOADER), os.environ.get(_VIDEO_QUALITY)
+    return [settings, content, frames]
 
 
 def _plugins() -> set[str]:

@@ -87,7 +87,8 @@ class Stores:
                 continue  # its step is under way, or vLLM rejected its drafts
             hashes.append(tracked.new_hashes(offload, num_computed))
             for g, group in enumerate(model.groups):
-                wanted = filled = tracked.filled(g, num_computed // group.block_size, tables)
+                num_full = model.num_cacheable_blocks(g, num_computed)
+                wanted = filled = tracked.filled(g, num_full, tables)
                 if tracked.max_stored_tokens != sys.maxsize:
                     wanted = filled[: tracked.num_wanted(g)]
                 own = self._report_blocks(tracked, g, wanted)
