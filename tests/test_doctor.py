@@ -3,6 +3,8 @@
 import importlib
 import importlib.metadata
 import json
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -284,6 +286,14 @@ def test_failed_check_keeps_its_earlier_findings() -> None:
         raise ValueError("and no more")
 
     assert [finding.status for finding in run_check("second", check)] == ["ok", "broken"]
+
+
+def test_a_signal_ends_the_command_and_is_no_finding(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(checks, "free_memory", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert cli.main(["doctor"]) == 128 + signal.SIGTERM
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

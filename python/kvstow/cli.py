@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final, NoReturn
+from typing import Final
 
 import click
 
@@ -26,6 +27,12 @@ EXIT_BUG: Final = os.EX_SOFTWARE  # 70
 EXIT_IO: Final = os.EX_IOERR  # 74
 EXIT_INTERRUPTED: Final = 130
 _ENDING: Final = (signal.SIGHUP, signal.SIGTERM)
+# `timeout` sends its signal to the command and to the group of the command, so twice at once.
+_AT_ONCE_S: Final = 1.0
+
+
+class _Ended(BaseException):
+    """A signal ends the process. `kvstow doctor` would take `SystemExit` for that of a library."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,22 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success, 1 if a check failed, 2 for bad usage or input, 70 for an error in kvstow
-        itself (with its traceback), 74 if input or output failed, 130 after Ctrl-C.
-
-    Raises:
-        SystemExit: the process got SIGTERM (status 143) or SIGHUP (129).
+        itself (with its traceback), 74 if input or output failed, 130 after Ctrl-C, 143 after
+        SIGTERM, 129 after SIGHUP.
     """
-    with _unwound_by_signals():
-        return _status_of(list(sys.argv[1:] if arguments is None else arguments))
+    try:
+        with _unwound_by_signals():
+            return _status_of(list(sys.argv[1:] if arguments is None else arguments))
+    except _Ended as end:
+        return int(end.args[0])
 
 
 @contextmanager
 def _unwound_by_signals() -> Iterator[None]:
     """Let a signal that ends the process raise, so that a command removes its files and blocks."""
+    first_s: float | None = None
 
-    def end(number: int, _frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends a command that hangs
-        raise SystemExit(128 + number)
+    def end(number: int, _frame: object) -> None:
+        nonlocal first_s
+        now_s = time.monotonic()
+        if first_s is None:
+            first_s = now_s
+            raise _Ended(128 + number)
+        if now_s - first_s > _AT_ONCE_S:  # the command hangs
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
     changed = []
     if threading.current_thread() is threading.main_thread():  # no other may set a handler

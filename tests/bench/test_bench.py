@@ -212,9 +212,12 @@ def test_disk_is_measured_and_left_as_it_was(
 
 
 def test_signal_that_ends_the_command_leaves_no_slot_file(tmp_path: Path) -> None:
+    """`timeout` sends its signal twice, and the second one may come while the command unwinds."""
+    kill = f"os.kill(os.getpid(), {signal.SIGTERM:d})\n"
     program = (
         "import os, sys\nfrom kvstow import cli\nfrom kvstow.bench import command\n"
-        f"command.measure_tier = lambda *_, **__: os.kill(os.getpid(), {signal.SIGTERM:d})\n"
+        f"def measure(*_, **__):\n try: {kill} finally: {kill}"
+        "command.measure_tier = measure\n"
         "sys.exit(cli.main(['bench', 'disk', sys.argv[1], '--size', '8KiB']))"
     )
     child = subprocess.run([sys.executable, "-c", program, tmp_path], check=False, timeout=60)

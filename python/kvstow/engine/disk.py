@@ -57,6 +57,7 @@ from kvstow.transfer import HostArena, TransferTimeout
 
 logger = logging.getLogger(__name__)
 
+_GOES_ON: Final = "kvstow: the %s tier %s, and the engine goes on: %s"
 _GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 
@@ -165,21 +166,21 @@ class Disk(Closing):
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
-        self._sequence = max(
-            [self._sequence, *(int(own.sequences.max(initial=0)) for own in ranks)]
-        )
+        newest = [int(own.sequences.max(initial=0)) for own in ranks]
+        self._sequence = max([self._sequence, *newest])
         common = agreed(ranks, self.num_blocks) if ranks else None
         if common is not None:
             try:
                 adopt(state.scheduler, common)
             except ConfigError as error:  # such as a width of hashes that is not a snapshot's
-                text = "kvstow: the %s tier begins empty, and the engine goes on: %s"
-                logger.warning(text, self._name, error)
-                common = None
+                logger.warning(_GOES_ON, self._name, "begins empty", error)
+                common = agreed(ranks, 0)  # none, also at the next start
         self._attached = state.scheduler, self._counters()
         for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):
-                tier.delete(dropped)
+                ticket = tier.delete(dropped)
+                # A file that drops all of its blocks writes nothing before it has done so.
+                self._renewals += [] if len(common) else [ticket]
         self._watch(state)
 
     def attach_if_new(self, state: State) -> None:
@@ -410,16 +411,12 @@ class Disk(Closing):
             self._mode = mode
 
     def _file_mode(self) -> Mode:
-        if not self._runners:
-            return "off"
-        return min((tier.mode for tier in self._tiers), key=MODES.index)
+        return min((tier.mode for tier in self._tiers), key=MODES.index, default="off")
 
     def _warn(self, mode: Mode, error: KvstowError | None) -> None:
         if mode not in self._warned:
             self._warned.add(mode)
-            logger.warning(
-                "kvstow: the %s tier is %s, and the engine goes on: %s", self._name, mode, error
-            )
+            logger.warning(_GOES_ON, self._name, f"is {mode}", error)
 
     # -- figures -------------------------------------------------------------------------------
 

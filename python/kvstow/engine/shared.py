@@ -57,7 +57,7 @@ class SharedOptions(DiskOptions):
     """How an engine uses its shared tier.
 
     Attributes:
-        index_blocks: slots in the index of what the store is known to have, 120 bytes each. None
+        index_blocks: slots in the index of what the store is known to have, 130 bytes each. None
             for 8 times as many as the host has.
         ask_timeout_s: the most seconds that a request waits for the store to say what it has.
 

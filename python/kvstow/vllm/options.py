@@ -195,7 +195,7 @@ class Options:
             has.
         shared_timeout_s: the most seconds for a read or a write, up to 86,400.
         shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
-        shared_index_blocks: blocks that each server remembers the store to have, 120 bytes each.
+        shared_index_blocks: blocks that each server remembers the store to have, 130 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
         shared_queue_bytes: bytes of each rank that may wait for a write. More wait on the host.
         shared_admit: as `disk_admit`, which counts for both tiers if there are both.

@@ -22,8 +22,8 @@ use crate::key::BlockHash;
 /// Entries of a bucket.
 const WIDTH: usize = 8;
 
-/// Blocks for each bucket. At most 3 of 8 places are in use, and 1 bucket of 160 is full. With 4
-/// blocks, 1 of 20 would be. An eviction from a full bucket waits for the next bucket, too.
+/// Blocks for each bucket. At most 3 of 8 places are in use, and 1 bucket of 82 is full. With 4
+/// blocks, 1 of 18 would be. An eviction from a full bucket waits for the next bucket, too.
 const BLOCKS_PER_BUCKET: usize = 3;
 
 #[derive(Clone, Copy, Debug)]

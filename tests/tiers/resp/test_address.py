@@ -27,6 +27,7 @@ NAMESPACE = bytes(range(16))
         ("redis://user:1/sesame@host/0", "contains credentials"),
         ("redis://a,user:/sesame,1@host", "contains credentials"),
         ("redis+sentinel://user:/sesame@host/kv", "contains credentials"),
+        ("unix:///run/kv.sock,redis://user:sesame@host", "contains credentials"),
         ("redis://host:0", "must be 1 to 65535"),
         ("redis://host:99999", "has no valid port"),
         ("redis://host/one", "names database 'one'"),

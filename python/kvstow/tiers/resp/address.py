@@ -215,16 +215,17 @@ def _parts(url: str) -> list[str]:
         raise ConfigError(
             f"the URL of a shared tier has no scheme, or a null character: it must be {FORMS}"
         )
-    scheme = url.split("://", 1)[0].strip()
+    parts = [part.strip() for part in url.split(",")]
+    scheme = parts[0].split("://", 1)[0]
+    parts = [part if "://" in part else f"{scheme}://{part}" for part in parts]
     # Of a password with a slash or a comma, a part would pass for a database or for a server.
-    if "@" in url and scheme != "unix":
+    if "@" in url and not all(part.startswith("unix:") for part in parts):
         raise ConfigError(
             "the URL of the shared tier contains credentials before an @, which logs and process "
             f"lists would show: set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a "
             "password file"
         )
-    parts = [part.strip() for part in url.split(",")]
-    return [part if "://" in part else f"{scheme}://{part}" for part in parts]
+    return parts
 
 
 def _parse_one(url: str) -> Address:
