@@ -37,17 +37,21 @@ def test_a_window_is_stored_when_its_request_ends() -> None:
     assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
 
 
-@pytest.mark.parametrize(("draft_groups", "expected"), [(None, 96), ([1], 80)], ids=["", "drafts"])
+@pytest.mark.parametrize(
+    ("draft_groups", "chunks", "expected"),
+    [(None, (90, 14), 96), ([1], (90, 14), 80), ([1], (10, 30), 16)],
+    ids=["", "drafts", "drafts, and before the first hit"],
+)
 def test_a_window_in_smaller_blocks_is_stored_though_a_chunk_ended_within_it(
-    draft_groups: list[int] | None, expected: int
+    draft_groups: list[int] | None, chunks: tuple[int, ...], expected: int
 ) -> None:
     """Its block from 80 to 88 is full before vLLM keys it, when the others' block ends at 96."""
     small = replace(WINDOW, block_size=BLOCK_SIZE // 2, sliding_window=16)
     scheduler = Scheduler(FULL, small, draft_groups=draft_groups)
-    request = scheduler.request("a", 104)
+    request = scheduler.request("a", sum(chunks))
     assert scheduler.half.lookup(request, 0) == 0
     reports: list[tuple[int, int, bool]] = []
-    for num_tokens in (90, 14):
+    for num_tokens in chunks:
         assert scheduler.manager.allocate_slots(request, num_tokens) is not None
         scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
         jobs = scheduler.half.build(Step({"a": num_tokens}))
@@ -58,7 +62,28 @@ def test_a_window_in_smaller_blocks_is_stored_though_a_chunk_ended_within_it(
     scheduler.step()
     scheduler.step(reports=reports + [(it.job_id, 0, True) for it in scheduler.jobs.stores])
     assert scheduler.manager.reset_prefix_cache()
-    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=104), 0) == expected
+    again = scheduler.request("b", sum(chunks) + 16, num_shared=sum(chunks))
+    assert scheduler.half.lookup(again, 0) == expected
+
+
+def test_a_window_is_stored_though_the_last_two_steps_of_its_request_overlap() -> None:
+    """As with one new token. The end of the first step reports what that one has computed."""
+    scheduler = Scheduler(FULL, WINDOW)
+    request = scheduler.request("a", 100)
+    assert scheduler.half.lookup(request, 0) == 0
+    for num_tokens in (64, 36):
+        assert scheduler.manager.allocate_slots(request, num_tokens) is not None
+        scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
+        scheduler.half.build(Step({"a": num_tokens}))
+        request.num_computed_tokens += num_tokens
+    request.num_in_flight_tokens = 36
+    scheduler.half.processed(KVConnectorOutput())
+    request.num_in_flight_tokens = 0
+    scheduler.finish(request)
+    scheduler.step()
+    scheduler.step(reports=[(store.job_id, 0, True) for store in scheduler.jobs.stores])
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=100), 0) == 96
 
 
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])

@@ -198,7 +198,8 @@ class World:
         for key, chunk in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
             rows[chunk] = content(key, self.epoch)
         if output.keys_to_store:
-            self.manager.complete_store(set(output.keys_to_store), request)  # as vLLM has them
+            # vLLM has them in a set, whose order may be any.
+            self.manager.complete_store(output.keys_to_store[::-1], request)
 
     def load(self, key: OffloadKey) -> npt.NDArray[np.uint8] | None:
         """Return what the GPU would load; None for a miss."""
@@ -316,6 +317,26 @@ def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
     world.wait()
     world.store(KEYS[8:11])
     assert [key for key in KEYS if world.has(key)] == KEYS[:5] + KEYS[8:11]
+
+
+@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+def test_the_end_of_a_job_goes_first_while_its_request_runs(make: Make) -> None:
+    world = make()
+    world.compute(KEYS[:4], world.request("runs", KEYS[:4]))
+    world.wait()
+    world.store(KEYS[8:12])
+    world.store(KEYS[12:15])
+    assert [key for key in KEYS if world.has(key)] == KEYS[:1] + KEYS[8:15]
+
+
+@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM calls `touch`")
+def test_chunks_of_a_request_that_found_them_on_the_cpu_stay(make: Make) -> None:
+    world = make()
+    world.store(KEYS[:4])
+    world.store(KEYS[8:12])
+    world.manager.on_request_finished(world.request("asks again", KEYS[:4]))
+    world.store(KEYS[12:16])
+    assert [key for key in KEYS if world.has(key)] == KEYS[:4] + KEYS[12:16]
 
 
 @pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")

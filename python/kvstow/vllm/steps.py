@@ -123,7 +123,8 @@ class Steps:
         tracked = self.requests.tracked.get(request_id)
         if tracked is None:
             return
-        if tracked.model.is_full_attention:
+        if request_id not in self.requests.due:
+            # Stores may be gathered, and the end of the step before takes a request off `due`.
             self.requests.look_at(request_id, tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
