@@ -40,7 +40,10 @@ def free_port() -> int:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port: int = probe.getsockname()[1]
-        if port < _PORT_LIMIT - _BUS_OFFSET:
+        if port >= _PORT_LIMIT - _BUS_OFFSET:
+            continue
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port + _BUS_OFFSET))
             return port
 
 
@@ -68,9 +71,12 @@ class Server:
 
     def __init__(self, folder: Path, *options: str, port: int | None = None) -> None:
         """Start it, with all data in memory."""
-        self.port = port or free_port()
         self._folder, self._options = folder, options
-        self.start()
+        # Another program may take a free port before the server does.
+        for self.port in [port] if port else (free_port() for _ in range(5)):
+            if self._starts():
+                return
+        raise RuntimeError(f"the server does not start at port {self.port}")
 
     @property
     def url(self) -> str:
@@ -78,18 +84,26 @@ class Server:
         return f"redis://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start the process, and wait until it answers."""
+        """Start the process again at its port, and wait until it answers."""
+        if not self._starts():
+            raise RuntimeError(f"the server does not start at port {self.port}")
+
+    def _starts(self) -> bool:
+        """Start the process, and wait until it answers. Return False if it ends instead."""
         args = ["--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         args += ["--dir", str(self._folder), "--maxmemory-policy", "allkeys-lru", *self._options]
         self._process = subprocess.Popen(
             [binary(), *args], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         until_s = time.monotonic() + 20
-        while time.monotonic() < until_s:
+        while self._process.poll() is None:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
-                return
+                return True
+            if time.monotonic() > until_s:
+                self.kill()
+                raise RuntimeError("the server does not answer")
             time.sleep(0.01)
-        raise RuntimeError("the server does not start")
+        return False
 
     def command(self, *words: str | bytes) -> bytes:
         """Return the raw answer to one command, up to 64 KiB of it."""
