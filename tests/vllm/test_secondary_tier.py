@@ -71,6 +71,9 @@ HOUR_S = 3600.0
 REPOSITORY = "someone/something"
 # Whether vLLM says where in a request each chunk is.
 SAYS_ORDER = hasattr(ReqContext, "set_offload_key_position")
+says_order = pytest.mark.skipif(
+    not SAYS_ORDER, reason="this vLLM does not say where a chunk is in its request"
+)
 KEYS = [make_offload_key(bytes([number]) * 32, number % 2) for number in range(40)]
 
 
@@ -295,7 +298,7 @@ def test_touched_chunks_stay(make: Make) -> None:
     assert [key for key in KEYS if world.has(key)] == KEYS[:4] + KEYS[8:12]
 
 
-@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM calls `touch`")
+@says_order
 def test_chunks_that_are_used_stay(make: Make) -> None:
     world = make()
     world.store(KEYS[:4])
@@ -305,7 +308,7 @@ def test_chunks_that_are_used_stay(make: Make) -> None:
             assert world.load(key) is not None
 
 
-@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+@says_order
 def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
     """Without its beginning, nothing finds it."""
     world = make()
@@ -319,7 +322,7 @@ def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
     assert [key for key in KEYS if world.has(key)] == KEYS[:5] + KEYS[8:11]
 
 
-@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+@says_order
 def test_the_end_of_a_job_goes_first_while_its_request_runs(make: Make) -> None:
     world = make()
     world.compute(KEYS[:4], world.request("runs", KEYS[:4]))
@@ -329,7 +332,7 @@ def test_the_end_of_a_job_goes_first_while_its_request_runs(make: Make) -> None:
     assert [key for key in KEYS if world.has(key)] == KEYS[:1] + KEYS[8:15]
 
 
-@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM calls `touch`")
+@says_order
 def test_chunks_of_a_request_that_found_them_on_the_cpu_stay(make: Make) -> None:
     world = make()
     world.store(KEYS[:4])
@@ -339,7 +342,7 @@ def test_chunks_of_a_request_that_found_them_on_the_cpu_stay(make: Make) -> None
     assert [key for key in KEYS if world.has(key)] == KEYS[:4] + KEYS[12:16]
 
 
-@pytest.mark.skipif(not SAYS_ORDER, reason="this vLLM does not say the order of chunks")
+@says_order
 def test_the_beginning_is_kept_if_not_all_chunks_fit(make: Make) -> None:
     world = make(max_bytes=SlotFile.bytes_for(2, CHUNK))
     world.store(KEYS[:4])
