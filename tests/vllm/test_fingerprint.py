@@ -28,9 +28,11 @@ from vllm.config import (
 from kvstow import ConfigError
 from kvstow.vllm import identity as identity_module
 from kvstow.vllm import shaping as shaping_module
+from kvstow.vllm import variables as variables_module
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.variables import variables
 
 Change = Callable[["World"], object]
 
@@ -208,28 +210,102 @@ def test_servers_with_other_variables_do_not_share(
     assert worlds[1].digest() != before
 
 
-def test_each_variable_that_changes_numbers_keeps_servers_apart(
-    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+# A sample of those by which vLLM or a library rounds otherwise, or orders the numbers of a block.
+ROUNDING = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "VLLM_BATCH_INVARIANT",
+    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
+    "VLLM_CPU_INT4_W4A8",
+    "VLLM_DISABLED_KERNELS",
+    "VLLM_FLOAT32_MATMUL_PRECISION",
+    "VLLM_HUMMING_USE_F16_ACCUM",
+    "VLLM_KV_CACHE_LAYOUT",
+    "VLLM_MARLIN_INPUT_DTYPE",
+    "VLLM_MARLIN_USE_ATOMIC_ADD",
+    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
+    "VLLM_MOE_USE_DEEP_GEMM",
+    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
+    "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT",
+    "VLLM_ROCM_USE_AITER_MOE",
+    "VLLM_SSM_CONV_STATE_LAYOUT",
+    "VLLM_USE_DEEP_GEMM_E8M0",
+    "VLLM_VIDEO_LOADER_BACKEND",
+    "VLLM_XPU_INC_WNA16_BACKEND",
+    "XHS_VIDEO_JPEG_QUALITY",
+)
+
+
+def test_each_variable_that_may_shape_blocks_keeps_servers_apart(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = cast(VllmConfig, worlds[0].config)
-    before = shaping_module.shaping(config)
-    for name in (*shaping_module._NUMERIC, shaping_module._ATTENTION_LAYOUT):
-        with monkeypatch.context() as changed:
-            changed.setitem(envs.environment_variables, name, lambda: "another value")
-            assert shaping_module.shaping(config) != before, name
-    assert shaping_module.shaping(config) == before
+    """Also one that only a later vLLM has. No value is in the text, because it may be a secret."""
+    monkeypatch.setitem(envs.environment_variables, "VLLM_OF_A_LATER_VERSION", str)
+    # vLLM itself sets some.
+    for name in (*envs.environment_variables, *variables_module._UNLISTED):
+        monkeypatch.delenv(name, raising=False)
+    assert variables() == ""
+    seen = {""}
+    for name in (*ROUNDING, "VLLM_OF_A_LATER_VERSION"):
+        for value in ("a secret", "another"):
+            with monkeypatch.context() as changed:
+                changed.setenv(name, value)
+                seen.add(found := variables())
+                assert found.startswith(f"{name} ")
+                assert value not in found
+    assert len(seen) == 1 + 2 * (len(ROUNDING) + 1)
 
 
-# The versions that have a variable, where not all have it.
+def test_many_variables_fit_in_a_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in envs.environment_variables:
+        monkeypatch.setenv(name, "1")
+    text = variables()
+    assert len(text) < 600
+    monkeypatch.setenv("XHS_VIDEO_JPEG_QUALITY", "1")  # the last name
+    assert variables() != text
+
+
+def test_variables_that_shape_no_block_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = variables()
+    for name in variables_module._NOT_COUNTED:
+        monkeypatch.setenv(name, "1")
+    assert variables() == before
+    known = {
+        "CUDA_VISIBLE_DEVICES",
+        "VLLM_API_KEY",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "VLLM_DP_RANK",
+        "VLLM_LOGGING_LEVEL",
+        "VLLM_PORT",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS",
+    }
+    assert known <= variables_module._NOT_COUNTED
+
+
+# Variables that shape no block, of versions before or after the one that most tests run on.
 OF_SOME_VERSIONS = {
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE": {"0.32", "0.33"},
-    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD": {"0.31", "0.32", "0.33"},
-    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS": {"0.32"},
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": {"0.33"},
-    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE": {"0.33"},
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": {"0.32", "0.33"},
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2": {"0.31", "0.32", "0.33"},
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4": {"0.30"},
+    "FORCE_COLOR",
+    "VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT",
+    "VLLM_CHAT_TEMPLATE_FUEL",
+    "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT",
+    "VLLM_ENGINE_ITERATION_TIMEOUT_S",
+    "VLLM_HTTP_MAX_REQUEST_BODY_SIZE",
+    "VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES",
+    "VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB",
+    "VLLM_MOONCAKE_CONNECTOR_TIMEOUT",
+    "VLLM_P2P_HANDSHAKE_TIMEOUT_S",
+    "VLLM_P2P_IDLE_TIMEOUT_S",
+    "VLLM_P2P_MAX_PEERS",
+    "VLLM_REQUEST_BODY_LOG_LEVEL",
+    "VLLM_SKIP_VERSION_SUFFIX",
+    "VLLM_TRITON_JIT_WARMUP_NUM_THREADS",
+    "VLLM_USE_RAY_COMPILED_DAG_CHANNEL_TYPE",
+    "VLLM_USE_RAY_COMPILED_DAG_OVERLAP_COMM",
+    "VLLM_USE_RAY_V2_EXECUTOR_BACKEND",
+    "VLLM_USE_RAY_WRAPPED_PP_COMM",
 }
 
 
@@ -246,18 +322,13 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     assert isinstance(ModelConfig.is_moe, property)
     assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
     assert "mm_encoder_fp8_scale_path" in settings(MultiModalConfig)
-    variables = {
-        *shaping_module._NUMERIC,
-        shaping_module._ATTENTION_LAYOUT,
-        shaping_module._STATE_LAYOUT,
-        shaping_module._VIDEO_LOADER,
-    }
+    gone = variables_module._NOT_COUNTED - {*envs.environment_variables}
+    assert gone <= OF_SOME_VERSIONS
+    assert not variables_module._UNLISTED & envs.environment_variables.keys()
     version = ".".join(map(str, vllm_version.__version_tuple__[:2]))
-    of_this = {it for it in variables if version in OF_SOME_VERSIONS.get(it, {version})}
-    assert of_this == variables & {*envs.environment_variables}
     assert ("monokernel" in settings(KernelConfig)) == (version not in {"0.30", "0.31", "0.32"})
     page = (Path(__file__).parents[2] / "docs/reference/connector.md").read_text()
-    assert variables <= set(re.findall(r"`(VLLM_\w+)`", page))
+    assert set(re.findall(r"`([A-Z]\w+)`", page)) >= variables_module._UNLISTED
 
 
 def test_named_kernels_of_vllm_are_in_a_fingerprint() -> None:
@@ -268,18 +339,11 @@ def test_named_kernels_of_vllm_are_in_a_fingerprint() -> None:
 
 
 def test_servers_with_other_numbers_for_images_do_not_share(
-    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worlds: tuple[World, World], tmp_path: Path
 ) -> None:
-    """The scales of an 8-bit encoder are in a file, and a client may name a video itself."""
+    """The scales of an 8-bit encoder are in a file."""
     scales = tmp_path / "scales.json"
     scales.write_text("1")
-    before = worlds[0].digest()
-    for variable, value in (
-        ("VLLM_VIDEO_LOADER_BACKEND", "opencv_dynamic"),
-        ("XHS_VIDEO_JPEG_QUALITY", "20"),
-    ):
-        monkeypatch.setenv(variable, value)
-    assert worlds[1].digest() == before, "the model takes no videos"
     for world in worlds:
         world.config.model_config.multimodal_config = SimpleNamespace(
             mm_encoder_fp8_scale_path=str(scales)
@@ -289,10 +353,6 @@ def test_servers_with_other_numbers_for_images_do_not_share(
     scales.write_text("2")
     assert worlds[1].digest() != before
     scales.write_text("1")
-    for variable in ("VLLM_VIDEO_LOADER_BACKEND", "XHS_VIDEO_JPEG_QUALITY"):
-        with monkeypatch.context() as without:
-            without.delenv(variable)
-            assert worlds[1].digest() != before, variable
     scales.unlink()
     with pytest.raises(ConfigError, match=r"mm_encoder_fp8_scale_path .* cannot be read"):
         worlds[1].digest()

@@ -18,8 +18,9 @@ and what prevents it:
   (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another
   version of vLLM): the fields below, and the shapes of vLLM's tensors.
-- Other rounding, or random experts, by kernels that the user names, by variables of vLLM's, or by
-  what experts must be able to do: those that `shaping` lists.
+- Other rounding, or random experts, by kernels that the user names, or by what experts must be able
+  to do: those that `shaping` lists. By variables of vLLM's and of libraries below it: all that are
+  set and not known to shape no block (`variables`).
 - Other tokens of a block on a rank, of which the shapes are the same: how many tokens in a row
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its

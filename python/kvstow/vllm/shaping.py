@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import __version__ as transformers_version
-from vllm import envs
 
 from kvstow import ConfigError
+from kvstow.vllm.variables import variables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,57 +37,6 @@ _OF_STATES: Final = (
 )
 # Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
 _OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
-# Variables by which vLLM rounds weights, activations or sums otherwise, chooses kernels that do, or
-# computes something else. A kernel of the same number formats does not count. A version of vLLM
-# does not have all of them.
-_NUMERIC: Final = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_BATCH_INVARIANT",
-    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER",
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_DEEPEP_V2_ALLOW_MULTIPLE_REDUCTION",
-    "VLLM_DISABLED_KERNELS",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_USE_F16_ACCUM",
-    "VLLM_KIMI_K3_AUX_ATTN_RES_STREAM",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MARLIN_USE_ATOMIC_ADD",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "VLLM_MOE_USE_DEEP_GEMM",
-    "VLLM_MXFP4_EMULATION_DEQUANT_AT_LOAD",
-    "VLLM_MXFP8_EMULATION_DEQUANT_AT_LOAD",
-    "VLLM_ROCM_AITER_MEGA_MOE_FUSE_SHARED_EXPERTS",
-    "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",
-    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT",
-    "VLLM_ROCM_MUSE_MOE_REDUCE_DTYPE",
-    "VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16",
-    "VLLM_ROCM_QUICK_REDUCE_MAX_SIZE_BYTES_MB",
-    "VLLM_ROCM_QUICK_REDUCE_MIN_SIZE_BYTES_MB",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION_MIN_SIZE_KB",
-    "VLLM_ROCM_USE_AITER",
-    "VLLM_ROCM_USE_AITER_FP4BMM",
-    "VLLM_ROCM_USE_AITER_FP8BMM",
-    "VLLM_ROCM_USE_AITER_LINEAR",
-    "VLLM_ROCM_USE_AITER_MOE",
-    "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4",
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2",
-    "VLLM_ROCM_USE_AITER_MOE_SITUV2_A8W4",
-    "VLLM_USE_DEEP_GEMM",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_XPU_INC_WNA16_BACKEND",
-)
-# Variables that say what lies where in a block, or in a state.
-_ATTENTION_LAYOUT: Final = "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT"
-_STATE_LAYOUT: Final = "VLLM_SSM_CONV_STATE_LAYOUT"
-# Which frames of a video the model gets.
-_VIDEO_LOADER: Final = "VLLM_VIDEO_LOADER_BACKEND"
-# How lossy vLLM's processor of `dots3_note` compresses these frames. vLLM does not list it.
-_VIDEO_QUALITY: Final = "XHS_VIDEO_JPEG_QUALITY"
 # What Transformers reads for images, audio and video.
 _PROCESSORS: Final = (
     "preprocessor_config.json",
@@ -123,18 +72,10 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
         "kv_dtype": str(config.cache_config.cache_dtype),
         "draft_kv_dtype": str(getattr(config.speculative_config, "kv_cache_dtype", None)),
         "states": digest_of(_states(config)),
-        # Some choose another kernel if they are set, even to their default.
-        "numerics": digest_of([(_variable(name), name in os.environ) for name in _NUMERIC]),
+        "variables": variables(),
         "backends": digest_of(_backends(config)),
         "experts": digest_of(_experts(config)),
-        "attention": digest_of(
-            [
-                getattr(config, "attention_config", None),
-                os.environ.get("VLLM_ATTENTION_BACKEND"),
-                os.environ.get("VLLM_KV_CACHE_LAYOUT"),
-                _variable(_ATTENTION_LAYOUT),
-            ]
-        ),
+        "attention": digest_of(getattr(config, "attention_config", None)),
         "context_parallel": digest_of(
             [
                 getattr(parallel, "decode_context_parallel_size", 1),
@@ -154,15 +95,7 @@ def _states(config: VllmConfig) -> list[Any]:
     # Its kernels, which may round at random.
     kernels = getattr(config, "mamba_config", None)
     # A state has rows for the drafts. A block of keys and values does not depend on them.
-    return [*settings, kernels, _variable(_STATE_LAYOUT), drafts if has_states else 0]
-
-
-def _variable(name: str) -> Any:
-    """Return the value that vLLM takes from a variable of the environment, or its default."""
-    try:
-        return getattr(envs, name, None)
-    except ValueError:  # vLLM refuses this value, but on this machine it may never ask for it
-        return os.environ.get(name)
+    return [*settings, kernels, drafts if has_states else 0]
 
 
 def _backends(config: VllmConfig) -> list[Any]:
@@ -209,8 +142,7 @@ def _media(settings: Any) -> list[Any]:
             f"mm_encoder_fp8_scale_path is {scales!r}, which cannot be read ({error.strerror}): "
             "make it readable, or remove the tier below the host"
         ) from error
-    frames = _variable(_VIDEO_LOADER), os.environ.get(_VIDEO_QUALITY)
-    return [settings, content, frames]
+    return [settings, content]
 
 
 def _plugins() -> set[str]:
