@@ -106,6 +106,7 @@ class Scheduler:
         draft_groups: Sequence[int] | None = None,
         num_modules: int = 1,
         gathered_tokens: int = 0,
+        num_blocks: int = NUM_BLOCKS,
         **options: Any,
     ) -> None:
         """With `num_host_blocks` None the test reports the ranks' capacities.
@@ -114,7 +115,7 @@ class Scheduler:
         list vLLM does not know which.
         """
         init_none_hash(sha256_cbor)
-        config = cache_config(*specs, retention=retention)
+        config = cache_config(*specs, num_blocks=num_blocks, retention=retention)
         for group in draft_groups or ():
             config.kv_cache_groups[group].is_eagle_group = True
         sizes = [spec.block_size for spec in specs]

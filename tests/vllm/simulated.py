@@ -3,8 +3,10 @@
 The compute of a step is simulated: the KV of a token is a number that depends on all tokens before
 it, on the cache salt and on the group. So a read of KV of other tokens, or of KV that was never
 written, fails at once, at the block where it happens. A recurrent state is the number of its last
-token, in all of its block. The schedulers are vLLM's own, with steps
-that overlap or not. kvstow's own movers make the copies, when the test lets them.
+token, in all of its block. A ring has the tokens since the last `TOKENS_PER_KEY` that became one
+key. Windows that vLLM caches no prefix of are computed again for the last tokens of a hit, which
+writes nothing else. The schedulers are vLLM's own, with steps that overlap or not. kvstow's own
+movers make the copies, when the test lets them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -41,6 +43,7 @@ from kvstow.vllm.worker import WorkerHalf
 
 VOCAB_SIZE = 50
 NUM_DRAFTS = 3
+TOKENS_PER_KEY = 4
 
 
 class WrongKV(AssertionError):
@@ -320,10 +323,10 @@ class Simulated:
         self._check(request, values, start)
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
-            for at in _written(spec, start, start + num_tokens):
-                block = table[at // BLOCK_SIZE]
+            first = max(start, self._hit_end(request)) if spec.prefix_cacheable else start
+            for at in _written(spec, first, start + num_tokens):
+                block, place = _place(spec, table, at)
                 assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
-                place = slice(None) if isinstance(spec, MambaSpec) else at % BLOCK_SIZE
                 self.kv[block.block_id, place] = values[at] ^ group
         new: list[int] = []
         if start + num_tokens >= num_true:
@@ -351,17 +354,25 @@ class Simulated:
             return
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
-            is_state = isinstance(spec, MambaSpec)
-            window = 2 if is_state else getattr(spec, "sliding_window", None)
-            for at in range(0 if window is None else max(0, end - window + 1), end):
-                block = table[at // BLOCK_SIZE]
-                place = slice(None) if is_state else at % BLOCK_SIZE
+            window = 2 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
+            if isinstance(spec, CircularBufferSpec):
+                window = end % TOKENS_PER_KEY + 1
+            first = 0 if window is None else max(0, end - window + 1)
+            if _replayed(spec):
+                first = max(first, request.replay_start)
+            for at in range(first, end):
+                block, place = _place(spec, table, at)
                 if block.is_null or (self.kv[block.block_id, place] != values[at] ^ group).any():
                     raise WrongKV(
                         f"step {self.num_steps}: request {request.request_id} reads block "
                         f"{block.block_id} of group {group} at token {at} of {end} "
                         f"({request.num_tokens} known), which holds other KV"
                     )
+
+    def _hit_end(self, request: Request) -> int:
+        """The tokens of a hit whose last ones are computed again; 0 unless there are such."""
+        num_again = max(map(_replayed, self.specs))
+        return request.replay_start + num_again if num_again and request.replay_start else 0
 
     # -- what is right ------------------------------------------------------------------------
 
@@ -404,6 +415,17 @@ class Simulated:
     def close(self) -> None:
         self.scheduler.shutdown()
         self.worker_connector.shutdown()
+
+
+def _replayed(spec: Any) -> int:
+    return int(getattr(spec, "prefix_replay_tokens", 0))  # since vLLM 0.31
+
+
+def _place(spec: Any, table: Sequence[Any], at: int) -> tuple[Any, int | slice]:
+    """The block of a token, and the token's place in it."""
+    if isinstance(spec, CircularBufferSpec):
+        return table[0], at % spec.block_size
+    return table[at // BLOCK_SIZE], slice(None) if isinstance(spec, MambaSpec) else at % BLOCK_SIZE
 
 
 def _written(spec: Any, start: int, end: int) -> list[int]:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 def test_block_that_is_computed_again_keeps_its_tokens_longest() -> None:
     request = Scheduler(FULL).request("a", 4 * BLOCK_SIZE)
     hashes = request.block_hashes
-    host = HostEvents(cache_config(FULL), max_blocks=3)
+    host = HostEvents(cache_config(FULL), (0,), max_blocks=3)
     for index in (0, 1, 2, 0, 3):
         host.computed(request, 0, BLOCK_SIZE, [(index, hashes[index])])
     tokens = {}
@@ -40,7 +40,7 @@ def test_reset_names_the_blocks_of_each_tier() -> None:
     demote = tier.demote()
     assert demote is not None
     tier.complete(demote.job_id)
-    host = HostEvents(cache_config(FULL), max_blocks=8)
+    host = HostEvents(cache_config(FULL), (0,), max_blocks=8)
     stored = list(host.convert([*tier.take_events(), *tier.take_disk_events()]))
     tier.reset()
     removed = list(host.convert([*tier.take_events(), *tier.take_disk_events()]))

@@ -116,7 +116,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if kv_events is not None and kv_events.enable_kv_cache_events:
             # A lazy store comes long after its plan. Its block is on the device until then, so the
             # device's blocks bound the number of contents.
-            self._host_events = HostEvents(kv_cache_config, max_blocks=2 * model.num_blocks)
+            self._host_events = HostEvents(kv_cache_config, model.group_ids, 2 * model.num_blocks)
         if options.events_path is not None:
             self._event_file = EventFile(path_of_engine(options.events_path, parallel))
         model = replace(model, tokens_per_vllm_hash=tokens_per_hash)

@@ -43,9 +43,10 @@ class HostEvents:
     out content that is not remembered any more, like the events of vLLM's own connectors.
     """
 
-    def __init__(self, config: KVCacheConfig, max_blocks: int) -> None:
-        """Remember the content of at most `max_blocks` blocks."""
-        self._kinds = [_kind(group.kv_cache_spec) for group in config.kv_cache_groups]
+    def __init__(self, config: KVCacheConfig, group_ids: Sequence[int], max_blocks: int) -> None:
+        """Remember the content of at most `max_blocks` blocks; vLLM has these numbers of groups."""
+        self._group_ids = group_ids
+        self._kinds = [_kind(config.kv_cache_groups[number].kv_cache_spec) for number in group_ids]
         self._max_blocks = max_blocks
         self._contents: OrderedDict[tuple[bytes, int], _Content] = OrderedDict()
 
@@ -81,7 +82,7 @@ class HostEvents:
                 fields = {
                     "block_hashes": [maybe_convert_block_hash(h) for h in event.block_hashes],
                     "medium": event.medium,
-                    "group_idx": event.group,
+                    "group_idx": self._group_ids[event.group],
                     "locality": "LOCAL",
                 }
                 yield kv_events.BlockRemoved(**_known(fields, _REMOVED_FIELDS))
@@ -103,7 +104,7 @@ class HostEvents:
             "lora_name": None if first is None else first.lora_name,
             "medium": event.medium,
             "extra_keys": _untagged(keys),
-            "group_idx": event.group,
+            "group_idx": self._group_ids[event.group],
             "locality": "LOCAL",
         }
         return kv_events.BlockStored(**_known(fields | self._kinds[event.group], _STORED_FIELDS))

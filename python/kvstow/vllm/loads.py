@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -137,9 +138,9 @@ class Loads:
         self.requests.admit(request_id, tracked)
         start = tracked.num_local_tokens
         tracked.num_own_tokens = start + num_external_tokens
-        groups = self.tier.model.groups
+        groups, tables = self.tier.model.groups, self.tier.model.own(blocks.blocks)
         if self.tier.lazy is not None:
-            for table, group in zip(blocks.blocks, groups, strict=True):
+            for table, group in zip(tables, groups, strict=True):
                 self.tier.lazy.used(table[: start // group.block_size])
         offload = self.tier.offload
         if offload is None:
@@ -150,7 +151,7 @@ class Loads:
         end, unit = start + num_external_tokens, tracked.model.tokens_per_hash
         target_ids: list[list[int]] = []
         targets: list[KVCacheBlock] = []
-        for g, (group, table) in enumerate(zip(groups, blocks.blocks, strict=True)):
+        for g, (group, table) in enumerate(zip(groups, tables, strict=True)):
             own = table[start // group.block_size : end // group.block_size]
             if tracked.model.is_window[g]:
                 own = [block for block in own if not block.is_null]
@@ -158,7 +159,7 @@ class Loads:
             targets += own
         tracked.is_loading = True
         deadline = self.tier.deadline()
-        local_ids = self._local_ids(tracked, blocks)
+        local_ids = self._local_ids(tracked, tables)
         try:
             job = offload.load(
                 request_id, num_external_tokens, target_ids, local_ids=local_ids, deadline=deadline
@@ -180,7 +181,9 @@ class Loads:
             tracked.due_tokens = (end // unit + 1) * unit
         self.transfers.begin_load(job, targets, request_id)
 
-    def _local_ids(self, tracked: TrackedRequest, blocks: KVCacheBlocks) -> list[list[int]] | None:
+    def _local_ids(
+        self, tracked: TrackedRequest, tables: Sequence[Sequence[KVCacheBlock]]
+    ) -> list[list[int]] | None:
         """Return the blocks before a load, which then reports them with its own.
 
         None if `Stores` must see each block of the request: a window drops its blocks, the lazy
@@ -196,7 +199,7 @@ class Loads:
             return None
         return [
             [block.block_id for block in table[: tracked.num_local_tokens // group.block_size]]
-            for table, group in zip(blocks.blocks, model.groups, strict=True)
+            for table, group in zip(tables, model.groups, strict=True)
         ]
 
 

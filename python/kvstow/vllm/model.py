@@ -14,6 +14,14 @@ only the layers of its own group.
 A block of a recurrent group holds the states of its layers after the block's last token. vLLM pads
 a state to the size of an attention block. Copies include the padding, because regions of equal
 sizes let groups share a mover.
+
+Two kinds of groups have blocks that vLLM does not key, so nothing of them is stored or loaded, and
+`Model` leaves them out:
+
+- Some models compress the keys of several tokens into one. The keys that are not compressed yet lie
+  in a ring, one block for each request. A hit ends where no key is left in the ring.
+- DeepSeek V4.1 computes the last tokens of a hit again for its windows (bounded replay), and does
+  not write to the other groups then.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -44,6 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,12 +76,20 @@ class Model:
             stage may have none.
         tokens_per_vllm_hash: tokens per entry of `Request.block_hashes`, which divides
             `tokens_per_hash`. 0 in a worker, which knows no requests.
+        group_ids: vLLM's number of each group. Empty: vLLM has these groups only.
+        replayed_tokens: the last tokens of a hit that vLLM computes again for its windows.
     """
 
     num_blocks: int
     groups: tuple[Group, ...]
     layers: tuple[tuple[Layer, ...], ...]
     tokens_per_vllm_hash: int = 0
+    group_ids: tuple[int, ...] = ()
+    replayed_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.group_ids:
+            object.__setattr__(self, "group_ids", tuple(range(len(self.groups))))
 
     @classmethod
     def of(cls, config: KVCacheConfig, context_parallel_size: int = 1) -> Model:
@@ -89,21 +106,42 @@ class Model:
                 "vLLM keeps no KV cache for this model, and the connector needs at least one KV "
                 "cache group: start vLLM without the connector"
             )
-        groups, layers = [], []
+        groups, layers, ids, others, replayed = [], [], [], [], 0
         for number, group in enumerate(config.kv_cache_groups):
-            spec = group.kv_cache_spec
-            name = f"KV cache group {number}"
+            spec, name = group.kv_cache_spec, f"KV cache group {number}"
+            num_again = getattr(spec, "prefix_replay_tokens", 0)  # since 0.31
+            if num_again or _is_ring(spec):
+                others.append(spec.block_size)
+                replayed = max(replayed, num_again)
+                continue
             groups.append(_group(name, _spread(name, spec, context_parallel_size)))
             placed = [_layer(config, name, spec) for name in group.layer_names]
             layers.append(tuple(sorted(placed, key=lambda layer: layer.offset)))
-        model = cls(config.num_blocks, tuple(groups), tuple(layers))
-        cacheable = getattr(config, "prefix_cacheable_group_ids", range(len(groups)))
-        if len(cacheable) < len(groups):
+            ids.append(number)
+        cacheable = list(getattr(config, "prefix_cacheable_group_ids", ids))
+        if cacheable != ids or not ids:
             raise ConfigError(
-                f"vLLM caches prefixes of the KV cache groups {list(cacheable)} only, and kvstow "
-                f"needs all {len(groups)}: start vLLM without the connector"
+                f"vLLM caches prefixes of the KV cache groups {cacheable} only, and kvstow needs "
+                f"{ids}: start vLLM without the connector"
+            )
+        model = cls(
+            config.num_blocks,
+            tuple(groups),
+            tuple(layers),
+            group_ids=tuple(ids),
+            replayed_tokens=replayed,
+        )
+        if any(model.tokens_per_hit % size for size in others):
+            raise ConfigError(
+                f"vLLM caches no prefix of groups with blocks of {others} tokens, and a hit of "
+                f"kvstow's, which is a multiple of {model.tokens_per_hit} tokens, may end within "
+                "such a block: start vLLM without the connector"
             )
         return model
+
+    def own(self, of_each: Sequence[T]) -> list[T]:
+        """Return the items of these groups from a list with one for each group of vLLM's."""
+        return [of_each[number] for number in self.group_ids]
 
     def dropping_last_blocks(self, drops: Sequence[bool]) -> Model:
         """Return the model in which these groups drop the last block of a hit, as in vLLM.
@@ -148,7 +186,12 @@ class Model:
     def full_groups(self) -> list[tuple[int, int, int, bytes]]:
         """Per full-attention group: number, and a block's tokens, vLLM hashes and key suffix."""
         return [
-            (g, group.block_size, group.block_size // self.tokens_per_vllm_hash, _suffix(g))
+            (
+                g,
+                group.block_size,
+                group.block_size // self.tokens_per_vllm_hash,
+                _suffix(self.group_ids[g]),
+            )
             for g, group in enumerate(self.groups)
             if not self.is_window[g]
         ]
@@ -191,7 +234,11 @@ class Model:
 
     def block_key(self, request: Request, index: int, group: int) -> bytes:
         """Return vLLM's key of a request's block: its hash, then the group in four bytes."""
-        return self.block_hash(request, index, group) + _suffix(group)
+        return self.block_hash(request, index, group) + _suffix(self.group_ids[group])
+
+    def group_of(self, suffix: bytes) -> int:
+        """Return the group of a block from what vLLM's key of it has after the hash."""
+        return self.group_ids.index(int.from_bytes(suffix, "big"))
 
     @property
     def slot_bytes(self) -> int:
@@ -248,9 +295,16 @@ class Model:
         )
 
 
-def _suffix(group: int) -> bytes:
-    """Return what vLLM's keys of a group's blocks have after the hash."""
-    return group.to_bytes(4, "big")
+def _suffix(number: int) -> bytes:
+    """Return what vLLM's keys of the blocks of its group `number` have after the hash."""
+    return number.to_bytes(4, "big")
+
+
+def _is_ring(spec: KVCacheSpec) -> bool:
+    """Whether a group has one block for each request, whose keys are no part of a prefix."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return _is_ring(next(iter(spec.kv_cache_specs.values())))
+    return type(spec).__name__ == "CircularBufferSpec"  # since 0.30
 
 
 def _spread(name: str, spec: KVCacheSpec, context_parallel_size: int) -> KVCacheSpec:
@@ -283,7 +337,9 @@ def _group(name: str, spec: KVCacheSpec) -> Group:
         # Without its hybrid manager vLLM treats windows as full attention: it keeps every block,
         # and a hit needs them all.
         return FullAttention(spec.block_size)
-    if kind is SlidingWindowSpec:
+    if kind.__name__ in ("SlidingWindowSpec", "SlidingWindowMLASpec") and isinstance(
+        spec, SlidingWindowSpec
+    ):
         return SlidingWindow(
             spec.block_size,
             spec.sliding_window,

@@ -123,6 +123,17 @@ class TrackedRequest:
     filling: list[list[KVCacheBlock]] = field(default_factory=list)
     filling_from: list[int] = field(default_factory=list)
 
+    def given_tokens(self) -> int:
+        """Return the tokens from hits and loads, before the first step of the request.
+
+        vLLM counts those as not computed that it computes again for its windows.
+        """
+        request, num_again = self.request, self.model.replayed_tokens
+        num_given: int = request.num_computed_tokens
+        if num_again and request.replay_start:
+            num_given = max(num_given, request.replay_start + num_again)
+        return num_given
+
     def new_hashes(self, offload: OffloadScheduler, num_tokens: int) -> Sequence[bytes]:
         """Return the hashes of the first `num_tokens` tokens that the tier does not have.
 
@@ -208,7 +219,7 @@ class TrackedRequest:
             for index, block in enumerate(blocks, first)
         ]
         if isinstance(spec, SlidingWindow) and spec.extra_retained_tokens:
-            table = manager.get_blocks(request.request_id).blocks[g]
+            table = manager.get_blocks(request.request_id).blocks[self.model.group_ids[g]]
             start = max(0, -(-self.num_given_tokens // spec.block_size) - first)
             for at, retained in enumerate(table[first + start : first + len(blocks)], start):
                 if retained is blocks[at] and not retained.is_null:
@@ -359,7 +370,7 @@ class Requests:
         if self.fresh:
             for request_id in [name for name in self.fresh if name in num_scheduled]:
                 tracked = self.tracked[request_id]
-                tracked.num_given_tokens = tracked.request.num_computed_tokens
+                tracked.num_given_tokens = tracked.given_tokens()
                 self._scheduled[request_id] = None
                 del self.fresh[request_id]
         tier = self.tier

@@ -158,10 +158,10 @@ class Sleep:
         if self.tier.offload is None or num_computed <= tracked.num_settled_tokens:
             return
         tracked.num_settled_tokens = num_computed
-        tables = self.tier.manager.get_blocks(tracked.request.request_id).blocks
+        of_each = self.tier.manager.get_blocks(tracked.request.request_id).blocks
         written = [
             block
-            for group, table in zip(tracked.model.groups, tables, strict=True)
+            for group, table in zip(tracked.model.groups, tracked.model.own(of_each), strict=True)
             for block in table[: num_computed // group.block_size]
             if block.block_hash is not None
         ]

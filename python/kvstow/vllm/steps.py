@@ -64,7 +64,7 @@ class Steps:
             for index in range(first, request.num_tokens // group.block_size):
                 block_hash, has_key = model.block_hash(request, index, g), False
                 # Other blocks may have the same key, and vLLM does not say which one it granted.
-                while found := pool.get_cached_block(block_hash, [g]):
+                while found := pool.get_cached_block(block_hash, [model.group_ids[g]]):
                     pool.evict_blocks({found[0].block_id})
                     has_key = True
                 if not has_key and not model.is_window[g]:

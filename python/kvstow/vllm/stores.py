@@ -168,17 +168,17 @@ class Stores:
     def store_cached(self, blocks: list[KVCacheBlock]) -> None:
         """Plan the stores of those of these cached blocks that the host does not have."""
         assert self.tier.offload is not None
-        by_group: dict[bytes, list[KVCacheBlock]] = {}
-        if len(self.tier.model.groups) == 1:
-            by_group[bytes(4)] = blocks
+        model, by_group = self.tier.model, dict[int, list[KVCacheBlock]]()
+        if len(model.groups) == 1:
+            by_group[0] = blocks
         else:
             for block in blocks:
-                by_group.setdefault(block.block_hash[-4:], []).append(block)
-        for suffix, cached in by_group.items():
+                by_group.setdefault(model.group_of(block.block_hash[-4:]), []).append(block)
+        for group, cached in by_group.items():
             job = self.tier.offload.store_candidates(
                 [block.block_id for block in cached],
                 [block._block_hash[:-4] for block in cached],
-                group=int.from_bytes(suffix, "big"),
+                group=group,
                 deadline=self.tier.deadline(),
             )
             if job is not None:

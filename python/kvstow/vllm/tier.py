@@ -95,7 +95,7 @@ class HostTier:
     def bind(self, manager: KVCacheManager) -> None:
         """Take vLLM's accounting, whose blocks jobs hold, and how it cuts the hits of drafts."""
         self.manager, self.pool = manager, manager.block_pool
-        managers = manager.coordinator.single_type_managers
+        managers = self.model.own(manager.coordinator.single_type_managers)
         self.tables = [group.req_to_blocks for group in managers]
         drops = [group.use_eagle for group in managers]
         self.model = self.model.dropping_last_blocks(drops)

@@ -1,0 +1,237 @@
+"""Models that compress several tokens into one key, as DeepSeek V4 does.
+
+The keys that are not compressed yet lie in windows of their own, or in a ring for each request,
+which no hit needs. vLLM computes the windows of DeepSeek V4.1 again after each hit. These layers
+have kernels for GPUs only. So vLLM's own classes lay the models out here, and its own schedulers
+run with a simulated model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from tests.vllm.halves import (
+    BLOCK_SIZE,
+    FULL,
+    PAGE_BYTES,
+    WINDOW,
+    Scheduler,
+    cache_config,
+    engine_config,
+)
+from tests.vllm.simulated import Simulated, WrongKV
+from tests.vllm.test_simulated import Life
+from tests.vllm.versions import planning
+from vllm.config import CacheConfig
+from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    UniformTypeKVCacheSpecs,
+)
+from vllm.v1.request import Request
+
+from kvstow import ConfigError, FullAttention, SlidingWindow
+from kvstow.vllm.model import Model
+from kvstow.vllm.requests import TrackedRequest
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
+
+RING = CircularBufferSpec(
+    block_size=8,
+    num_kv_heads=1,
+    head_size=8,
+    dtype=torch.float32,
+    page_size_padded=PAGE_BYTES,
+)
+MLA_WINDOW = SlidingWindowMLASpec(
+    block_size=BLOCK_SIZE,
+    num_kv_heads=1,
+    head_size=16,
+    dtype=torch.float32,
+    sliding_window=32,
+    model_version="deepseek_v4",
+)
+
+
+needs_replay = pytest.mark.skipif(
+    not hasattr(MLA_WINDOW, "bounded_replay"), reason="vLLM before 0.31 computes no window again"
+)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+def test_requests_read_their_own_kv_beside_rings(
+    folder: Path, num_in_flight: int, lazy: bool
+) -> None:
+    """A ring before the other groups, so vLLM numbers these otherwise than kvstow."""
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 400, "lazy_offload": lazy},
+        specs=(RING, FULL, RING, MLA_WINDOW),
+        num_blocks=75,
+        num_in_flight=num_in_flight,
+        settings={"scheduling_policy": "priority"},
+    )
+    assert engine.half.tier.model.group_ids == (1, 3)
+    life = Life(engine, num_in_flight)
+    life.go(400)
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
+@needs_replay
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+def test_requests_read_their_own_kv_if_windows_are_computed_again(
+    folder: Path, num_in_flight: int, lazy: bool
+) -> None:
+    """DeepSeek V4.1: vLLM caches no prefix of its windows."""
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 400, "lazy_offload": lazy},
+        specs=(replace(MLA_WINDOW, bounded_replay=True), RING, FULL),
+        num_blocks=37,
+        num_in_flight=num_in_flight,
+    )
+    model = engine.half.tier.model
+    assert model.group_ids == (2,) and model.replayed_tokens == 32
+    life = Life(engine, num_in_flight)
+    life.go(400)
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
+@pytest.mark.parametrize(("start", "given"), [(96, 128), (0, 100)])
+def test_tokens_of_a_hit_count_as_given_although_vllm_computes_them_again(
+    start: int, given: int
+) -> None:
+    """Another connector may have loaded them, and vLLM writes only the window of them."""
+    model = replace(Model.of(cache_config(FULL)), replayed_tokens=32)
+    request = cast(Request, SimpleNamespace(num_computed_tokens=100, replay_start=start))
+    assert TrackedRequest(request, model, [0], BLOCK_SIZE).given_tokens() == given
+
+
+def test_a_copy_into_the_wrong_group_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    engine = Simulated(
+        folder, {"num_cpu_blocks": 400}, specs=(RING, FULL, MLA_WINDOW), num_blocks=90
+    )
+    monkeypatch.setattr(Model, "own", lambda _, of_each: of_each[-1:0:-1])
+    with pytest.raises(WrongKV):
+        Life(engine, 0).go(400)
+
+
+def deepseek_v4(num_layers: int) -> dict[str, Any]:
+    """Return what the layers of DeepSeek V4 tell vLLM: windows, compressed keys, and those to come.
+
+    `models/deepseek_v4` of vLLM has the sizes.
+    """
+
+    def window(block_size: int, tokens: int, size: int, dtype: torch.dtype, **more: Any) -> Any:
+        return SlidingWindowMLASpec(
+            block_size=block_size,
+            num_kv_heads=1,
+            head_size=size,
+            dtype=dtype,
+            sliding_window=tokens,
+            alignment=576,
+            **more,
+        )
+
+    def compressed(size: int, ratio: int, **more: Any) -> Any:
+        return MLAAttentionSpec(
+            block_size=256,
+            num_kv_heads=1,
+            head_size=size,
+            dtype=torch.uint8,
+            tokens_per_state=ratio,
+            alignment=576,
+            **more,
+        )
+
+    packed = {
+        "model_version": "deepseek_v4",
+        "cache_dtype_str": "fp8_ds_mla",
+        "state_content_bytes": 584,
+    }
+    layers = {}
+    for at in range(num_layers):
+        layers[f"{at}.swa"] = window(64, 128, 512, torch.uint8, **packed)
+        if at < 2:
+            continue
+        if at % 2:
+            layers[f"{at}.attn"] = compressed(512, 128, **packed)
+            layers[f"{at}.keys"] = window(8, 128, 1024, torch.float32)
+        else:
+            layers[f"{at}.attn"] = compressed(512, 4, **packed)
+            layers[f"{at}.keys"] = window(4, 8, 2048, torch.float32)
+            layers[f"{at}.indexer"] = compressed(132, 4)
+            layers[f"{at}.indexer.keys"] = window(4, 8, 512, torch.float32)
+    return layers
+
+
+@pytest.mark.skipif(not hasattr(CacheConfig, "kv_cache_layout"), reason="since vLLM 0.32")
+def test_deepseek_v4_is_served_as_vllm_lays_it_out(folder: Path) -> None:
+    layers = deepseek_v4(6)
+    config = engine_config(folder, {"num_cpu_blocks": 4}, block_size=256)
+    config.cache_config.kv_cache_layout = "BLHNC"
+    (laid_out,) = planning.get_kv_cache_configs(config, [layers], [256 << 20])
+    model = Model.of(laid_out)
+    assert set(model.groups) == {
+        FullAttention(256),
+        SlidingWindow(64, 128),
+        SlidingWindow(4, 8),
+        SlidingWindow(8, 128),
+    }
+    assert model.tokens_per_hit == 256 and model.tokens_per_hash == 4
+    placed = [layer for group in model.layers for layer in group]
+    assert {layer.name: layer.block_bytes for layer in placed} == {
+        name: spec.page_size_bytes for name, spec in layers.items()
+    }
+    for group in model.layers:  # the layers of a block do not overlap, and fit into it
+        ends = [0, *(layer.offset + layer.block_bytes for layer in group)]
+        starts = [*(layer.offset for layer in group), group[0].block_stride]
+        assert all(end <= start for end, start in zip(ends, starts, strict=True))
+
+
+@pytest.mark.parametrize("retention", [0, 64, None])
+def test_the_host_hits_as_much_of_deepseek_v4_as_the_device(retention: int | None) -> None:
+    """The same groups with blocks of a fourth of the tokens."""
+    specs = (
+        replace(MLA_WINDOW, block_size=16, sliding_window=32),
+        replace(FULL, block_size=64),
+        replace(MLA_WINDOW, block_size=4, sliding_window=8, model_version=None),
+        replace(MLA_WINDOW, block_size=8, sliding_window=32, model_version=None),
+    )
+    hits = []
+    for num_tokens in (63, 64, 65, 130, 300):
+        scheduler = Scheduler(*specs, num_blocks=400, num_host_blocks=400, retention=retention)
+        assert scheduler.serve(scheduler.request("a", num_tokens)) == 0
+        again = scheduler.request("b", num_tokens + 40, num_shared=num_tokens)
+        on_device = scheduler.manager.get_computed_blocks(again)[1]
+        assert scheduler.manager.reset_prefix_cache()
+        hits.append(scheduler.serve(again))
+        assert hits[-1] == on_device, num_tokens
+    assert hits[-1] == 256
+
+
+def test_rings_are_left_out() -> None:
+    rings = UniformTypeKVCacheSpecs(block_size=8, kv_cache_specs={"0": RING})
+    for ring in (RING, rings):
+        model = Model.of(cache_config(ring, FULL, WINDOW))
+        assert model == replace(Model.of(cache_config(FULL, FULL, WINDOW)), **_behind_one(model))
+        assert model.group_ids == (1, 2) and model.own("abc") == ["b", "c"]
+        assert [layer.name for layers in model.layers for layer in layers] == ["1", "2"]
+    odd = replace(RING, block_size=BLOCK_SIZE * 2)
+    with pytest.raises(ConfigError, match=r"blocks of \[32\] tokens, .* 16 tokens"):
+        Model.of(cache_config(FULL, odd))
+
+
+def _behind_one(model: Model) -> dict[str, Any]:
+    return {"groups": model.groups, "layers": model.layers, "group_ids": model.group_ids}
