@@ -28,6 +28,7 @@ from tests.engine.world import (
 from tests.forks import in_child
 
 from kvstow import (
+    ChunkedLocal,
     ConfigError,
     Engine,
     FullAttention,
@@ -133,6 +134,19 @@ def test_what_must_be_closed_cannot_be_copied(duplicate: Callable[[object], obje
             name = type(part).__name__
             with pytest.raises(TypeError, match=f"{name} objects cannot be copied or pickled"):
                 duplicate(part)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))]
+)
+def test_groups_reach_a_process_that_is_spawned(duplicate: Callable[[object], object]) -> None:
+    groups = [
+        FullAttention(4, drops_last_block=True),
+        SlidingWindow(4, 9, extra_retained_tokens=3, drops_last_block=True),
+        ChunkedLocal(4, 16),
+        StateSpace(8),
+    ]
+    assert [duplicate(group) for group in groups] == groups
 
 
 def test_close_raises_the_first_error_with_the_others_as_notes() -> None:
