@@ -350,6 +350,7 @@ class FullAttention:
     @property
     def drops_last_block(self) -> bool:
         """Whether a hit ends one block before the blocks that are found."""
+    def __getnewargs_ex__(self) -> tuple[tuple[int], dict[str, bool]]: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -392,6 +393,7 @@ class SlidingWindow:
     @property
     def drops_last_block(self) -> bool:
         """Whether a hit ends one block before the blocks that are found."""
+    def __getnewargs_ex__(self) -> tuple[tuple[int, int], dict[str, int]]: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -414,6 +416,7 @@ class ChunkedLocal:
     @property
     def chunk(self) -> int:
         """Tokens per chunk. Chunks begin at the multiples of this number."""
+    def __getnewargs__(self) -> tuple[int, int]: ...
     def __hash__(self) -> int: ...
 
 @final
@@ -437,6 +440,7 @@ class StateSpace:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
+    def __getnewargs__(self) -> tuple[int]: ...
     def __hash__(self) -> int: ...
 
 @final

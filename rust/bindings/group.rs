@@ -3,6 +3,7 @@
 use kvstow_core::error::Result;
 use kvstow_core::group::{Attention, Group};
 use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::convert::{Count, named, sequence};
 use crate::error::{ConfigError, to_py};
@@ -43,6 +44,12 @@ impl FullAttention {
     #[getter]
     fn block_size(&self) -> usize {
         self.0.block_size
+    }
+
+    /// What pickle and copy pass to the constructor.
+    fn __getnewargs_ex__<'py>(&self, py: Python<'py>) -> PyResult<((usize,), Bound<'py, PyDict>)> {
+        let options = [("drops_last_block", self.drops_last_block())];
+        Ok(((self.block_size(),), options.into_py_dict(py)?))
     }
 
     fn __repr__(&self) -> String {
@@ -117,6 +124,16 @@ impl SlidingWindow {
         self.group.block_size
     }
 
+    /// What pickle and copy pass to the constructor.
+    fn __getnewargs_ex__<'py>(
+        &self,
+        py: Python<'py>,
+    ) -> PyResult<((usize, usize), Bound<'py, PyDict>)> {
+        let options = [("drops_last_block", self.drops_last_block())].into_py_dict(py)?;
+        options.set_item("extra_retained_tokens", self.extra_retained_tokens())?;
+        Ok(((self.block_size(), self.window), options))
+    }
+
     fn __repr__(&self) -> String {
         format!("{:?}", self.group)
     }
@@ -158,6 +175,11 @@ impl ChunkedLocal {
         self.group.block_size
     }
 
+    /// What pickle and copy pass to the constructor.
+    fn __getnewargs__(&self) -> (usize, usize) {
+        (self.block_size(), self.chunk)
+    }
+
     fn __repr__(&self) -> String {
         format!("{:?}", self.group)
     }
@@ -191,6 +213,11 @@ impl StateSpace {
     #[getter]
     fn block_size(&self) -> usize {
         self.0.block_size
+    }
+
+    /// What pickle and copy pass to the constructor.
+    fn __getnewargs__(&self) -> (usize,) {
+        (self.block_size(),)
     }
 
     fn __repr__(&self) -> String {

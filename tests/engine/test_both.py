@@ -6,7 +6,9 @@ loads.
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,12 +29,12 @@ from tests.engine.disk_world import options as disk_options
 from tests.engine.test_disk import Calls
 from tests.engine.test_shared import NUM_WHOLE, keys, options, stat
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, World
-from tests.tiers.resp.server import Server
+from tests.tiers.resp.server import Server, num_connections
 from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, hash_tokens
 from kvstow.tiers import SharedStore
-from kvstow.transfer import READY, BlockLayout
+from kvstow.transfer import READY, BlockLayout, mover_for
 
 NUM_BLOCKS = NUM_WHOLE // BLOCK
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
@@ -289,3 +291,21 @@ def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> 
     ):
         with pytest.raises(ConfigError, match=message), world(tmp_path / "a", server.url, **given):
             pass
+
+
+def test_an_engine_that_its_user_drops_lets_go_of_all_that_it_has(
+    server: Server, tmp_path: Path
+) -> None:
+    given = {"disk": slot_file(tmp_path / "disk"), "shared": SharedStore(server.url)}
+    it = World(17, NUM_HOST, mover=mover_for, shared_options=options(), **given)
+    serve(it, "writer", DOCUMENT)
+    arena = weakref.ref(it.engine.arenas[0])
+    assert num_connections(server.port) > 0
+    del it
+    end_s = time.monotonic() + LONG_S
+    while arena() is not None or num_connections(server.port):
+        gc.collect()
+        assert time.monotonic() < end_s, "threads of the shared tier keep the engine"
+        time.sleep(0.001)
+    with world(tmp_path / "disk", server.url) as it:  # nobody has the lock any more
+        assert serve(it, "reader", DOCUMENT) == NUM_WHOLE

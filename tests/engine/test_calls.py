@@ -28,6 +28,7 @@ from tests.engine.world import (
 from tests.forks import in_child
 
 from kvstow import (
+    ChunkedLocal,
     ConfigError,
     Engine,
     FullAttention,
@@ -79,7 +80,6 @@ def test_close_ends_all_copies_in_flight() -> None:
             it.engine.finish(name)
         assert it.engine.ledger.pool.num_free == 16
         it.engine.close()
-        assert it.engine.poll() == NOTHING
         with pytest.raises(StateError, match="this HostMover is closed"):
             it.engine.movers[0].store([1], [0], after=READY)
 
@@ -99,6 +99,7 @@ def test_closed_engine_refuses_calls() -> None:
             lambda: it.engine.step(["loads"], [1]),
             lambda: it.engine.step(["runs"], [1]),
             lambda: it.engine.extend("runs", []),
+            it.engine.poll,
         ):
             with pytest.raises(StateError, match="is closed"):
                 use()
@@ -115,6 +116,7 @@ def test_engine_refuses_calls_of_a_forked_child() -> None:
                 lambda: it.engine.admit("waits", 1, 1, after=READY),
                 lambda: it.engine.computed([], [], after=READY),
                 it.engine.reset,
+                it.engine.poll,
                 lambda: it.engine.sleep(after=READY),
             ):
                 with pytest.raises(StateError, match="this Engine belongs to the process that"):
@@ -132,6 +134,19 @@ def test_what_must_be_closed_cannot_be_copied(duplicate: Callable[[object], obje
             name = type(part).__name__
             with pytest.raises(TypeError, match=f"{name} objects cannot be copied or pickled"):
                 duplicate(part)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda group: pickle.loads(pickle.dumps(group))]
+)
+def test_groups_reach_a_process_that_is_spawned(duplicate: Callable[[object], object]) -> None:
+    groups = [
+        FullAttention(4, drops_last_block=True),
+        SlidingWindow(4, 9, extra_retained_tokens=3, drops_last_block=True),
+        ChunkedLocal(4, 16),
+        StateSpace(8),
+    ]
+    assert [duplicate(group) for group in groups] == groups
 
 
 def test_close_raises_the_first_error_with_the_others_as_notes() -> None:

@@ -357,15 +357,26 @@ def test_writer_makes_another_file_if_its_first_was_removed_as_left_over(
     assert os.listdir(tmp_path) == ["image"]
 
 
-def test_full_disk_leaves_the_old_file(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "fix"),
+    [
+        (errno.ENOSPC, "free some space"),
+        (errno.EFBIG, "raise the limit of file sizes"),
+        (errno.EACCES, "give this process the right to write there"),
+        (errno.EIO, "check the disk"),
+    ],
+)
+def test_disk_that_refuses_leaves_the_old_file(
+    image: Path, monkeypatch: pytest.MonkeyPatch, number: int, fix: str
+) -> None:
     def full(*_: Any) -> int:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     before = image.read_bytes()
     it = World()
     it.run("a", prompt(1, 9))
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(SnapshotError, match=r"cannot be written: No space left.*free some space"):
+    with pytest.raises(SnapshotError, match=f"written: {os.strerror(number)}.*{fix}"):
         it.engine.sleep(after=READY, to=image, **WHO)
     it.check()
     it.engine.close()

@@ -32,6 +32,7 @@ from tests.tiers.setup import (
     stats_after,
 )
 
+from kvstow import StateError
 from kvstow.tiers import lanes, slot_pieces
 from kvstow.tiers.files import Buffers
 from kvstow.transfer import HostArena, TransferTimeout
@@ -236,3 +237,32 @@ def test_killed_process_leaves_a_warm_file(tmp_path: Path) -> None:
 def test_bytes_of_a_key_differ_between_keys_and_weights() -> None:
     assert (bytes_of(KEYS[0]) != bytes_of(KEYS[1])).any()
     assert (bytes_of(KEYS[0]) != bytes_of(KEYS[0], 1)).any()
+
+
+def test_a_tier_that_the_garbage_collector_finds_on_a_thread_of_it_is_closed(
+    tmp_path: Path,
+) -> None:
+    class Collecting(Broken):
+        def write(self, file: int, buffers: Buffers, offset: int) -> int:
+            assert self.gate.wait(LONG_S)
+            gc.collect()
+            return super().write(file, buffers, offset)
+
+    files = Collecting()
+    files.gate.set()
+    tier = open_file(tmp_path, new_arena(), files=files)
+    files.gate.clear()
+    ticket = tier.put(blocks_of(KEYS[:1], [0]), [0])
+    tier.of_an_engine = [tier]  # type: ignore[attr-defined]
+    del tier
+    files.gate.set()
+    ticket.wait_until_ended(LONG_S)
+    end_s = time.monotonic() + LONG_S
+    with new_arena() as arena:
+        while True:
+            try:
+                open_file(tmp_path, arena).close()
+                return
+            except StateError:  # somebody has the lock
+                assert time.monotonic() < end_s, "the tier is not closed"
+                time.sleep(0.001)

@@ -492,13 +492,15 @@ class Engine(Closing):
         It also begins the reads and writes below the host that are due. A lazy engine begins the
         store of blocks that requests have given up. It reports what a call that raised had found,
         and after a sleep what ended then.
+
+        Raises:
+            StateError: this engine sleeps or is closed.
         """
-        self._check_awake()
+        self._check_open()
         self._copies.end_ended()
-        if not self._state.is_closed:
-            store_freed(self._state, self._copies)
-            if self._copies.disk is not None:
-                self._copies.disk.poll(self._state, self._copies.now_s())
+        store_freed(self._state, self._copies)
+        if self._copies.disk is not None:
+            self._copies.disk.poll(self._state, self._copies.now_s())
         self.flush_events()
         return self._state.take_unreported()
 
@@ -847,6 +849,9 @@ class Engine(Closing):
         one part cannot be closed, it closes the others and then raises the first error. If Ctrl-C
         cuts this short, call it again. You can still finish requests and inspect them. Requests
         that were loading never run. A file in which the engine sleeps stays.
+
+        Do not call this in a signal handler. It waits for threads, and the method into which the
+        signal cuts may hold what they wait for. Raise an exception there, such as `SystemExit`.
         """
         call_all([self._flush_disk, self._close])
 

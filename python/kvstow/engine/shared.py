@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -95,7 +96,8 @@ class _First:
     """Asks the store through the tier that the first rank has now. A wake opens another one."""
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+        # The thread of the asker has this object, and must not keep an engine that is dropped.
+        self._shared: Shared = weakref.proxy(shared)
 
     def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         """Return which of the keys the store has."""

@@ -15,6 +15,7 @@ moment leaves the old file or the new one. No code in a file is executed or unpi
 
 from __future__ import annotations
 
+import errno
 import json
 import operator
 import os
@@ -51,6 +52,16 @@ _SECTIONS = ("ledger", "scheduler", "engine")
 _NONSENSE = (
     ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError
 )  # fmt: skip
+
+_FIXES: Final = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "raise the quota",
+    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EACCES: "give this process the right to write there",
+    errno.EPERM: "give this process the right to write there",
+    errno.EROFS: "mount the file system for writing",
+}
 
 
 class Place(Enum):
@@ -129,7 +140,9 @@ def write_snapshot(
         with replacing(path) as file:
             _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
-        fix = "free some space" if path.parent.is_dir() else f"create the folder {path.parent}"
+        fix = _FIXES.get(error.errno or 0, "check the disk")
+        if not path.parent.is_dir():
+            fix = f"create the folder {path.parent}"
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "
             f"unchanged; {fix}, or pass another path"

@@ -26,6 +26,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -239,6 +240,7 @@ class Asker(Closing):
         self._thread: threading.Thread | None = None
         self._is_closed = self._is_forked = False
         close_in_children(self)
+        weakref.finalize(self, self._queue.put, None).atexit = False
 
     def ask(self, keys: Sequence[Key]) -> Question:
         """Begin to ask which of the keys the store has. Never blocks.
@@ -326,7 +328,8 @@ class Asker(Closing):
         """Queue a call; return False if the system starts no thread for it."""
         if self._thread is None:
             # Known only once it runs. After an interrupt in between, the next call starts another.
-            thread = threading.Thread(target=self._run, name="kvstow-asker", daemon=True)
+            given = self._queue, weakref.ref(self)
+            thread = threading.Thread(target=_run, args=given, name="kvstow-asker", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -344,36 +347,33 @@ class Asker(Closing):
 
     # -- what the thread does --------------------------------------------------------------------
 
-    def _run(self) -> None:
-        store: Store | None = None
-        while (call := self._queue.get()) is not None:
-            if call.epoch != self.epoch or self.clock() >= call.until_s:
-                # No question waits for it. Each sees that itself: it is late, or of before a reset.
-                with self._lock:
-                    self._forget(call)
-                continue
-            try:
-                store = store or self._connect()
-                answer = store.found(call.keys or [_NO_BLOCK], self._call_s)
-            except Exception as error:
-                self._end(call, None)
-                if not isinstance(error, KvstowError):
-                    logger.exception("kvstow: the shared tier failed; please report this")
-                if self.breaker.failed():
-                    logger.warning(
-                        "kvstow: the shared tier does not say what it has (%s). It is asked again "
-                        "after some seconds, and its blocks are recomputed meanwhile",
-                        error,
-                    )
-                continue
-            self._end(call, answer)
-            # After an error only a hit shows that one of several servers answers.
-            has_answered = answer.error is None or any(answer.found)
-            if has_answered and self.breaker.succeeded():
-                logger.warning("kvstow: the shared tier says again what it has")
-        self._queue.put(None)  # ends a thread that an interrupt has hidden
-        if store is not None:
-            store.close()
+    def answer(self, call: _Call, store: Store | None) -> Store | None:
+        """Ask the store, which is opened if there is none yet, and return it."""
+        if call.epoch != self.epoch or self.clock() >= call.until_s:
+            # No question waits for it. Each sees that itself: it is late, or of before a reset.
+            with self._lock:
+                self._forget(call)
+            return store
+        try:
+            store = store or self._connect()
+            answer = store.found(call.keys or [_NO_BLOCK], self._call_s)
+        except Exception as error:
+            self._end(call, None)
+            if not isinstance(error, KvstowError):
+                logger.exception("kvstow: the shared tier failed; please report this")
+            if self.breaker.failed():
+                logger.warning(
+                    "kvstow: the shared tier does not say what it has (%s). It is asked again "
+                    "after some seconds, and its blocks are recomputed meanwhile",
+                    error,
+                )
+            return store
+        self._end(call, answer)
+        # After an error only a hit shows that one of several servers answers.
+        has_answered = answer.error is None or any(answer.found)
+        if has_answered and self.breaker.succeeded():
+            logger.warning("kvstow: the shared tier says again what it has")
+        return store
 
     def _forget(self, call: _Call) -> None:
         """Let later questions for its keys ask anew. The caller holds the lock."""
@@ -402,3 +402,14 @@ class Asker(Closing):
                 call.found = frozenset(key for key, is_there in pairs if is_there)
                 self.stats.found_keys += len(call.found)
             call.has_ended = True
+
+
+def _run(queue: SimpleQueue[_Call | None], known: weakref.ref[Asker]) -> None:
+    """Carry out calls. While it waits for one, it keeps no asker that its user drops."""
+    store: Store | None = None
+    while (call := queue.get()) is not None and (asker := known()) is not None:
+        store = asker.answer(call, store)
+        del asker
+    queue.put(None)  # ends a thread that an interrupt has hidden
+    if store is not None:
+        store.close()

@@ -153,7 +153,7 @@ class Lanes:
         slow_s = stuck_after_s / _MARGIN
         self._put_pace, self._other_pace = Pace(slow_s), Pace(slow_s)
         self._lanes: list[_Lane] = []
-        self._own = threading.local()  # the lane of each thread
+        self._own = threading.local()  # what each thread is, and its lane
 
     def start(self) -> None:
         """Start the threads. After an error or an interrupt, the caller calls `abort`.
@@ -202,6 +202,11 @@ class Lanes:
                 continue
         self._stop_watch.put(None)
         return all(lane.end.poll() for lane in self._lanes)
+
+    @property
+    def is_own_thread(self) -> bool:
+        """Whether one of these threads asks."""
+        return hasattr(self._own, "is_own")
 
     def most_bytes(self) -> int:
         """Return how many bytes the next call of this thread may move."""
@@ -325,7 +330,7 @@ class Lanes:
             queue.put(deque())  # wakes a thread, because this one may hang
 
     def _run(self, lane: _Lane) -> None:
-        self._own.lane = lane
+        self._own.is_own, self._own.lane = True, lane
         while (work := self._next(lane.queue)) is not None:
             with self._lock:
                 lane.work, lane.since_s = work, self._now()
@@ -345,6 +350,7 @@ class Lanes:
         lane.end.end(None)
 
     def _watch(self) -> None:
+        self._own.is_own = True
         while True:
             try:
                 self._stop_watch.get(timeout=self._stuck_after_s / _LOOKS)

@@ -7,6 +7,8 @@ get, contains, delete -> [queue] ---------> other threads ---> worker.carry_out,
 
 Puts have threads of their own, so that no request waits for them. A thread takes a part from its
 job. So an interrupted caller can take back the parts that no thread has, and the job still ends.
+
+A thread that waits knows only its queue. So a tier that its user drops goes, with its host memory.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -61,6 +64,7 @@ class Job:
         namespace: whose blocks they are.
         ticket: what the caller has.
         parts: the parts that no thread has taken.
+        tier: carries it out, also if its user has dropped the tier.
         num_left: blocks of parts that have not ended.
         ok: the answers.
         error: why blocks failed together, if any did.
@@ -73,6 +77,7 @@ class Job:
     namespace: Namespace
     ticket: TierTicket
     parts: deque[range]
+    tier: QueuedTier
     num_left: int = field(init=False)
     ok: Bools = field(init=False)
     error: TransferError | None = None
@@ -165,6 +170,8 @@ class QueuedTier(SharedTier):
             StateError: the system starts no more threads.
         """
         close_in_children(self)
+        queues = self._puts, self._others
+        weakref.finalize(self, _end_threads, queues, self._num_threads).atexit = False
         try:
             self._start_threads()
         except BaseException as error:  # an interrupt, too
@@ -180,7 +187,7 @@ class QueuedTier(SharedTier):
 
     def _start_thread(self, queue: SimpleQueue[Job | None], worker: Worker) -> None:
         name = f"kvstow-{type(self).__name__}"
-        thread = threading.Thread(target=self._run, args=(queue, worker), name=name, daemon=True)
+        thread = threading.Thread(target=_run, args=(queue, worker), name=name, daemon=True)
         thread.start()
         # Without those that have handed over, of which there may be one for each long call.
         self._threads = [*(one for one in self._threads if one.is_alive()), thread]
@@ -241,7 +248,8 @@ class QueuedTier(SharedTier):
                 until_s = now_s + _OF_DEADLINE * (ticket.deadline - now_s)
             size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
             parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
-            job = Job(operation, blocks, host_slots, until_s, self.namespace, ticket, deque(parts))
+            given = operation, blocks, host_slots, until_s, self.namespace, ticket
+            job = Job(*given, deque(parts), self)
             if not parts:
                 ticket.end(job.ok)
             queue = self._others
@@ -277,9 +285,7 @@ class QueuedTier(SharedTier):
         if self._is_forked:
             return
         self._is_closed = True
-        for queue in (self._puts, self._others):
-            for _ in range(self._num_threads):
-                queue.put(None)
+        _end_threads((self._puts, self._others), self._num_threads)
         until_s = time.monotonic() + 2 * self.timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -295,8 +301,7 @@ class QueuedTier(SharedTier):
                     while job is not None and job.parts:
                         with suppress(IndexError):  # a thread was faster
                             self._end_part(job, job.parts.popleft(), error)
-            for _ in range(self._num_threads):
-                queue.put(None)  # in place of those that were taken here
+        _end_threads((self._puts, self._others), self._num_threads)  # of which some were taken here
 
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has none of the threads."""
@@ -321,29 +326,27 @@ class QueuedTier(SharedTier):
         with self._lock:
             self._counts["mismatched_blocks"] += num_blocks
 
-    def _run(self, queue: SimpleQueue[Job | None], worker: Worker) -> None:
-        while (job := queue.get()) is not None:
-            error: TransferError | None = None
-            try:
-                part = job.parts.popleft()
-            except IndexError:  # the caller has taken it back
-                continue
-            try:
-                if time.monotonic() >= job.until_s:
-                    raise TransferError("the job was late before a thread began it")
-                worker.carry_out(job, part)
-            except TransferError as known:
-                error = known
-            except Exception as unexpected:
-                logger.exception("kvstow: the shared tier failed; please report this")
-                # Only the type, because the text of an error may contain a password.
-                name = type(unexpected).__name__
-                error = TransferError(f"the shared tier failed ({name}); the log has the traceback")
-                worker.close()
-            self._end_part(job, part, error)
-            if worker.hand_over(lambda: self._start_thread(queue, worker)):
-                return
-        worker.close()
+    def carry_out(self, job: Job, queue: SimpleQueue[Job | None], worker: Worker) -> bool:
+        """Do a part of a job, and return whether another thread goes on with the worker."""
+        error: TransferError | None = None
+        try:
+            part = job.parts.popleft()
+        except IndexError:  # the caller has taken it back
+            return False
+        try:
+            if time.monotonic() >= job.until_s:
+                raise TransferError("the job was late before a thread began it")
+            worker.carry_out(job, part)
+        except TransferError as known:
+            error = known
+        except Exception as unexpected:
+            logger.exception("kvstow: the shared tier failed; please report this")
+            # Only the type, because the text of an error may contain a password.
+            name = type(unexpected).__name__
+            error = TransferError(f"the shared tier failed ({name}); the log has the traceback")
+            worker.close()
+        self._end_part(job, part, error)
+        return worker.hand_over(lambda: self._start_thread(queue, worker))
 
     def _end_part(self, job: Job, part: range, error: TransferError | None) -> None:
         with self._lock:
@@ -365,6 +368,21 @@ class QueuedTier(SharedTier):
                 self._counts[f"{done}_blocks"] += num_ok
                 self._counts[f"{done}_bytes"] += num_ok * self.slot_bytes
                 self._counts[failed] += len(job.blocks) - num_ok
+
+
+def _run(queue: SimpleQueue[Job | None], worker: Worker) -> None:
+    while (job := queue.get()) is not None:
+        if job.tier.carry_out(job, queue, worker):
+            return
+        del job  # and with it the tier
+    worker.close()
+
+
+def _end_threads(queues: Iterable[SimpleQueue[Job | None]], num_threads: int) -> None:
+    """Let the threads end after what is queued. Does not wait."""
+    for queue in queues:
+        for _ in range(num_threads):
+            queue.put(None)
 
 
 def checked_timeout_s(timeout_s: float) -> float:

@@ -402,6 +402,10 @@ class SlotStore:
         """Carry out every job, and stop."""
         if self._is_forked:
             return
+        if self._lanes.is_own_thread:
+            # The garbage collector runs a finalizer here, and this thread cannot wait for itself.
+            threading.Thread(target=self.close, name="kvstow-tier-close", daemon=True).start()
+            return
         self._is_closed = True
         self._lanes.stop()
         if not self._lanes.join():

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import select
 import time
+import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -160,7 +161,8 @@ class _Connections:
 
     def __init__(self, tier: RespTier) -> None:
         """Connect to nothing yet."""
-        self._tier = tier
+        # A job has the tier, and a thread that waits for one has not.
+        self._tier: RespTier = weakref.proxy(tier)
         self._wires: dict[Node, Wire] = {}
         self._topology: Topology | None = None
 
