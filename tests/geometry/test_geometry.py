@@ -202,6 +202,14 @@ def test_type_of_a_model_says_which_layers_have_the_window(
     assert model.num_layers["window"] == windows
 
 
+@pytest.mark.parametrize("model_type", ["cohere2", "cohere2_moe"])
+def test_window_of_cohere_has_the_token_itself_besides(model_type: str) -> None:
+    """vLLM, too, gives these layers a window of `sliding_window + 1`."""
+    fields = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert parse_config("m", DENSE | fields | {"model_type": model_type}).window == 65
+    assert parse_config("m", DENSE | fields).window == 64
+
+
 def test_layers_of_llama_4_without_rotary_positions_have_full_attention() -> None:
     fields = DENSE | {"attention_chunk_size": 64}
     assert parse_config("m", fields).layers == ("chunk", "chunk", "chunk", "full")

@@ -23,6 +23,7 @@ from kvstow.geometry.model_types import (
     DEFAULTS,
     FULL_BELOW,
     LATENT_TYPES,
+    ONE_TOKEN_MORE,
     WINDOW_PERIODS,
 )
 from kvstow.geometry.quantization import declared_kv_dtype
@@ -221,8 +222,7 @@ class _Fields:
 
     def _check_is_decoder(self) -> None:
         """Refuse models in which a token attends to later ones: vLLM caches no prefix of them."""
-        architectures = self._fields.get("architectures") or ()
-        names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+        names = [str(name) for name in self._list("architectures")]
         is_encoder = any(map(_ENCODER.search, names)) and not any(map(_DECODER.search, names))
         if is_encoder or self._fields.get("is_encoder_decoder"):
             raise ConfigError(
@@ -406,7 +406,7 @@ class _Fields:
             raise self._uncounted("sliding_windows")
         if of_layers:
             self._fields["sliding_window"] = of_layers[0]
-        return self._count("sliding_window")
+        return self._count("sliding_window") + (self._text("model_type") in ONE_TOKEN_MORE)
 
     def _state_dtype(self) -> str | None:
         named = self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype")
