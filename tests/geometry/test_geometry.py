@@ -240,6 +240,7 @@ def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: 
         ("layer_group_size", 5),
         ("linear_attn_config", {"full_attn_layers": [4]}),
         ("loop_num", 2),
+        ("n_recurrent_loops", 4),
         ("mamba_d_ssm", 512),
         ("num_kv_shared_layers", 2),
         ("per_layer_config", {"3": {"head_dim": 512}}),
@@ -252,7 +253,7 @@ def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: obj
     assert len(parse_config("m", DENSE | {field: None}).layers) == 4
 
 
-@pytest.mark.parametrize("field", ["layer_group_size", "loop_num"])
+@pytest.mark.parametrize("field", ["layer_group_size", "loop_num", "n_recurrent_loops"])
 def test_group_of_one_layer_has_full_attention(field: str) -> None:
     assert parse_config("m", DENSE | {field: 1}).layers == ("full",) * 4
 
