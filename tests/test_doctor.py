@@ -115,7 +115,13 @@ FLAG = {
     "kv_connector_extra_config": {"cpu_bytes_to_use": "24GiB"},
 }
 OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+TIB = 1 << 40
 MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+
+
+@pytest.fixture(autouse=True)
+def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.doctor.flag.free_memory", lambda: TIB)
 
 
 @pytest.mark.parametrize(
@@ -145,13 +151,27 @@ MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": No
         (FLAG | {"kv_connector_module_path": "kvstow"}, ["kv_connector_module_path is 'kvstow'"]),
         (
             FLAG | {"kv_connector_extra_config": {"cpu_byte_to_use": 1}},
-            ["kv_connector_extra_config has no option 'cpu_byte_to_use': did you mean"],
+            [
+                "kv_connector_extra_config has no option 'cpu_byte_to_use': did you mean "
+                "'cpu_bytes_to_use'?"
+            ],
         ),
         (
             FLAG | {"kv_connector_extra_config": {"shared": "redis://user:a: b@x"}},
             ["kv_connector_extra_config.shared: the URL of the shared tier contains credentials"],
         ),
         (FLAG | {"kv_connector_extra_config": 24}, ["kv_connector_extra_config is 24, and vLLM"]),
+        (
+            FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use": TIB + 1}},
+            ["cpu_bytes_to_use is 1,024.00 GiB, and 1,024.00 GiB of memory are free here, so"],
+        ),
+        (
+            FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": "2TiB"}},
+            ["cpu_bytes_to_use_per_rank is 2,048.00 GiB, and 1,024.00 GiB of memory are free"],
+        ),
+        (FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use": TIB}}, []),
+        (FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use": "2TiB", "observe": True}}, []),
+        (FLAG | {"kv_connector_extra_config": {"num_cpu_blocks": 1 << 20}}, []),
         (
             FLAG | {"cpu_bytes_to_use": 1},
             ["cpu_bytes_to_use is an option of kvstow, and it is outside of kv_connector_extra"],
@@ -172,6 +192,7 @@ def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str
         return
     for finding, problem in zip(findings, problems, strict=True):
         assert finding.says.startswith(problem)
+        assert "?." not in finding.says
         assert finding.advice
         assert finding.status != "ok"
 

@@ -202,6 +202,14 @@ def test_type_of_a_model_says_which_layers_have_the_window(
     assert model.num_layers["window"] == windows
 
 
+@pytest.mark.parametrize("model_type", ["cohere2", "cohere2_moe"])
+def test_window_of_cohere_has_the_token_itself_besides(model_type: str) -> None:
+    """vLLM, too, gives these layers a window of `sliding_window + 1`."""
+    fields = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    assert parse_config("m", DENSE | fields | {"model_type": model_type}).window == 65
+    assert parse_config("m", DENSE | fields).window == 64
+
+
 def test_layers_of_llama_4_without_rotary_positions_have_full_attention() -> None:
     fields = DENSE | {"attention_chunk_size": 64}
     assert parse_config("m", fields).layers == ("chunk", "chunk", "chunk", "full")
@@ -232,6 +240,7 @@ def test_falcon_names_its_kv_heads_otherwise(fields: dict[str, Any], num_heads: 
         ("layer_group_size", 5),
         ("linear_attn_config", {"full_attn_layers": [4]}),
         ("loop_num", 2),
+        ("n_recurrent_loops", 4),
         ("mamba_d_ssm", 512),
         ("num_kv_shared_layers", 2),
         ("per_layer_config", {"3": {"head_dim": 512}}),
@@ -244,7 +253,7 @@ def test_config_whose_layers_cannot_be_counted_is_refused(field: str, value: obj
     assert len(parse_config("m", DENSE | {field: None}).layers) == 4
 
 
-@pytest.mark.parametrize("field", ["layer_group_size", "loop_num"])
+@pytest.mark.parametrize("field", ["layer_group_size", "loop_num", "n_recurrent_loops"])
 def test_group_of_one_layer_has_full_attention(field: str) -> None:
     assert parse_config("m", DENSE | {field: 1}).layers == ("full",) * 4
 

@@ -406,6 +406,7 @@ class Simulated:
         assert sorted(queue) == list(range(1, self.num_blocks))
         assert self.half.tier.is_off == is_off
         if is_off:
+            assert self.half.stats() == {"quarantined_jobs": 0, "quarantined_blocks": 0}
             return
         offload = self.half.offload
         assert offload is not None

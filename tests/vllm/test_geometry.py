@@ -226,6 +226,23 @@ def test_block_of_a_gated_delta_net_has_the_tokens_of_vllm(dtype: str, num_token
     assert lay_out(model, 16).block_tokens == num_tokens
 
 
+def test_state_of_alice_ai_has_the_size_of_vllm() -> None:
+    """Its layers keep the state of Kimi's delta attention, and its fields are those of Qwen3-Next.
+
+    vLLM has the model since 0.33.
+    """
+    fields = Qwen3NextConfig().to_dict() | {"dtype": "bfloat16", "linear_num_value_heads": 16}
+    fields |= {"kda_allow_negative_eigenvalues": False}
+    model = parse_config("alice", fields)
+    shapes = MambaStateShapeCalculator.kda_state_shape(1, 16, 128, conv_kernel_size=4)
+    dtypes = MambaStateDtypeCalculator.kda_state_dtype(torch.bfloat16, "auto")
+    assert model.state is not None
+    assert _state_bytes(model, model.state, 1) == sum(
+        dtype.itemsize * torch.Size(shape).numel()
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+
+
 @pytest.mark.parametrize(
     ("named", "num_tokens"), [(None, 1040), ("float32", 1040), ("bfloat16", 528)]
 )

@@ -13,6 +13,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from kvstow import Engine, FullAttention, hash_tokens
 from kvstow.observability.metrics import CONNECTOR_METRICS, MetricsCollector
 from kvstow.transfer import READY, BlockLayout
+from kvstow.vllm import KVStowConnector
 from kvstow.vllm.stats import (
     EACH,
     EXPORTED,
@@ -135,6 +136,32 @@ def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
     assert total.data["store_seconds each"] == [0.25, 0.5, 1.5]
     assert total.data["stored_bytes each"] == [100, 100, 100]
     assert total.data.keys() <= EXPORTED.keys() | EACH.keys()
+
+
+def test_tier_that_is_off_holds_nothing_and_keeps_its_size() -> None:
+    reporter = StatsReporter(128)
+    sizes = {"capacity_tokens": 2048, "hit_tokens": 64}
+    assert reporter.report(sizes | {"resident_blocks": 90, "quarantined_blocks": 9}) is not None
+    left = reporter.report({"quarantined_blocks": 3})
+    assert left is not None
+    assert left.data == {"resident_blocks": 0, "quarantined_blocks": 3}
+    ended = reporter.report({"quarantined_blocks": 0})
+    assert ended is not None
+    assert ended.data == {"quarantined_blocks": 0}
+    assert reporter.report({"quarantined_blocks": 0}) is None
+    assert StatsReporter(128).report({}) is None, "a server that only observes has no tier"
+
+
+def test_loggers_that_get_the_same_statistics_do_not_add_to_each_other() -> None:
+    """vLLM gives each of its loggers the same dictionary."""
+    sent: list[dict[str, Any]] = [{"hit_tokens": 16}, {"hit_tokens": 32}]
+    loggers: list[Any] = [None, None]
+    for data in sent:
+        for at, total in enumerate(loggers):
+            new = KVStowConnector.build_kv_connector_stats(data)
+            loggers[at] = new if total is None else total.aggregate(new)
+    assert [total.reduce() for total in loggers] == [{"hit_tokens": 48}] * 2
+    assert sent == [{"hit_tokens": 16}, {"hit_tokens": 32}]
 
 
 def test_a_second_engine_of_a_process_takes_over_the_metrics() -> None:

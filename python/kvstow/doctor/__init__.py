@@ -3,8 +3,8 @@
 `diagnose` returns the findings to a program. A check that fails becomes a finding too, and the
 other checks still run.
 
-May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.transfer,
-kvstow.vllm.
+May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.sizes,
+kvstow.transfer, kvstow.vllm.
 """
 
 from kvstow.doctor.checks import diagnose

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, Status
+from kvstow.memory import free_memory
+from kvstow.sizes import format_bytes
 from kvstow.vllm.options import WHERE, Options
 
 _OWN: Final = "KVStowConnector"
@@ -105,10 +107,28 @@ def _problems(text: str) -> Iterator[_Problem]:
     options = own[0].get(WHERE, {})
     try:
         if isinstance(options, Mapping):
-            Options.parse(options)
+            yield from _too_large(Options.parse(options))
     except ConfigError as error:
         # Undivided, because a value or a name in it may have a colon too.
-        yield _Problem("broken", f"{error}.", f'correct the object "{WHERE}"')
+        says = str(error)
+        end = "" if says.endswith("?") else "."
+        yield _Problem("broken", says + end, f'correct the object "{WHERE}"')
+
+
+def _too_large(options: Options) -> Iterator[_Problem]:
+    """Find a tier that this machine has no memory for, as far as the flag says its bytes."""
+    free = free_memory()
+    if options.observe or options.num_cpu_blocks is not None or free is None:
+        return
+    num_bytes = options.total_bytes(slot_stride_bytes=0, world_size=1)
+    if num_bytes > free:
+        of_rank = options.cpu_bytes_to_use_per_rank is not None
+        name = "cpu_bytes_to_use_per_rank" if of_rank else "cpu_bytes_to_use"
+        says = (
+            f"{name} is {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free "
+            "here, so a server that runs here alone stops after it has loaded its weights."
+        )
+        yield _Problem("missing", says, f"lower {name}, or end what takes the memory now")
 
 
 def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:

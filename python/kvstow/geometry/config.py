@@ -23,6 +23,7 @@ from kvstow.geometry.model_types import (
     DEFAULTS,
     FULL_BELOW,
     LATENT_TYPES,
+    ONE_TOKEN_MORE,
     WINDOW_PERIODS,
 )
 from kvstow.geometry.quantization import declared_kv_dtype
@@ -70,6 +71,7 @@ _UNCOUNTED: Final = (
     "layer_group_size",
     "linear_attn_config",
     "loop_num",
+    "n_recurrent_loops",
     "num_attention_groups",
     "num_global_key_value_heads",
     "num_kv_shared_layers",
@@ -216,13 +218,12 @@ class _Fields:
             dtype=self._text("dtype") or self._text("torch_dtype"),
             kv_dtype=declared_kv_dtype(self._fields, is_latent=latent_values > 0),
             state_dtype=self._state_dtype(),
-            num_heads=self._heads(),
+            num_heads=self._count("num_attention_heads", 0),
         )
 
     def _check_is_decoder(self) -> None:
         """Refuse models in which a token attends to later ones: vLLM caches no prefix of them."""
-        architectures = self._fields.get("architectures") or ()
-        names = [str(name) for name in architectures] if isinstance(architectures, list) else []
+        names = [str(name) for name in self._list("architectures")]
         is_encoder = any(map(_ENCODER.search, names)) and not any(map(_DECODER.search, names))
         if is_encoder or self._fields.get("is_encoder_decoder"):
             raise ConfigError(
@@ -234,7 +235,8 @@ class _Fields:
         """Whether the field says 1, which is full attention in each layer."""
         if field == "attn_type_list":  # MiniMax
             return all(kind == 1 for kind in self._list(field))
-        return field in {"layer_group_size", "loop_num"} and self._fields[field] == 1
+        counts = {"layer_group_size", "loop_num", "n_recurrent_loops"}
+        return field in counts and self._fields[field] == 1
 
     def _without_attention(self) -> ConfigError:
         return ConfigError(
@@ -270,11 +272,6 @@ class _Fields:
     def _text(self, field: str) -> str | None:
         value = self._fields.get(field)
         return value.removeprefix("torch.") if isinstance(value, str) else None
-
-    def _heads(self) -> int:
-        """Return the number of attention heads; 0 if a latent needs none."""
-        has_heads = self._fields.get("num_attention_heads") is not None
-        return self._count("num_attention_heads") if has_heads else 0
 
     def _kv_heads(self) -> int:
         heads = self._count("num_attention_heads")
@@ -406,13 +403,15 @@ class _Fields:
             raise self._uncounted("sliding_windows")
         if of_layers:
             self._fields["sliding_window"] = of_layers[0]
-        return self._count("sliding_window")
+        return self._count("sliding_window") + (self._text("model_type") in ONE_TOKEN_MORE)
 
     def _state_dtype(self) -> str | None:
         named = self._text("mamba_ssm_cache_dtype") or self._text("mamba_ssm_dtype")
-        # vLLM keeps the states of Nemotron-H in 32 bits if the config names no dtype for them.
+        # If the config names no dtype for them, vLLM keeps the states of Nemotron-H in 32 bits, and
+        # those of Alice AI, which has Kimi's delta attention (KDA).
         is_nemotron = (self._text("model_type") or "").startswith("nemotron_h")
-        return named or ("float32" if is_nemotron else None)
+        has_kda = "kda_allow_negative_eigenvalues" in self._fields
+        return named or ("float32" if is_nemotron or has_kda else None)
 
     def _state(self) -> StateSize:
         """Return the state of Mamba (`mamba_*`) or of a gated delta net (`linear_*`)."""

@@ -20,6 +20,8 @@ WINDOW_PERIODS: Final = {
     "olmo3": 4,
     "vaultgemma": 2,
 }
+# A window of these models has the token itself besides `sliding_window` others.
+ONE_TOKEN_MORE: Final = ("cohere2", "cohere2_moe")
 # Of these models, the layers from `max_window_layers` on have a window, by default from here.
 FULL_BELOW: Final = {"qwen2": 28, "qwen2_5_vl_text": 80, "qwen2_vl_text": 80, "qwen3": 28}
 # Models of which vLLM keeps one latent per layer. Of others with `kv_lora_rank` it keeps two, as of

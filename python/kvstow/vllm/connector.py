@@ -306,12 +306,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         if self.role == KVConnectorRole.WORKER:
             return self._worker.stats()
         num_blocks = self._scheduler.num_host_blocks
-        if not num_blocks:
-            return None
         if self._reporter is None:
+            if not num_blocks:
+                return None
             self._reporter = StatsReporter(num_blocks)
-        stats = self._scheduler.stats()
-        report = self._reporter.report(stats) if stats else None
+        report = self._reporter.report(self._scheduler.stats())
         if gauges := self._observer.gauges(num_blocks):
             report = report or ConnectorStats()
             report.data.update(gauges)
@@ -319,8 +318,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
-        """Return statistics from their serialised form."""
-        return ConnectorStats(data=data or {})
+        """Return statistics from their serialised form.
+
+        They are a copy, because each of vLLM's loggers adds later ones to what it gets here.
+        """
+        return ConnectorStats(data=dict(data or {}))
 
     @classmethod
     def build_prom_metrics(

@@ -127,7 +127,7 @@ class SchedulerHalf:
         self.finished = self._guard(self.steps.finished)
         self.may_rest = self._guard(self.sleep.may_rest)
         self.reset = self._guard(self.sleep.reset)
-        self.stats = self._guard(tier.stats)
+        self.stats = self._guard(self._stats)
         self.take_events = self._guard(tier.take_events)
         self.take_transfer_events = self._guard(tier.take_transfer_events)
         self.close = self._guard(tier.end_all)
@@ -141,6 +141,10 @@ class SchedulerHalf:
     def num_host_blocks(self) -> int:
         """Blocks of the host tier; 0 unless it is on."""
         return 0 if self.tier.offload is None else self.tier.offload.num_host_blocks
+
+    def _stats(self) -> dict[str, int]:
+        """Return the counters and gauges of the tier, or what a tier that is off still holds."""
+        return self.transfers.remains() if self.tier.is_off else self.tier.stats()
 
     def _lookup(self, request: Request, num_local_tokens: int) -> int | None:
         """Look up a prefix as `Loads.lookup` does, in a tier of the present weights."""

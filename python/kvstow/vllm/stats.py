@@ -46,6 +46,8 @@ EACH: Final = {
 }
 """The histogram and the value of its label, by key of the list of values."""
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
+# An alert tells by the size that a server had a tier.
+_FALLING: Final = _GAUGES - {"capacity_blocks", "capacity_tokens"}
 
 
 def _is_gauge(key: str) -> bool:
@@ -104,10 +106,18 @@ class StatsReporter:
         self._capacity_blocks = capacity_blocks
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
-        """Return the statistics that have changed; None if none have."""
-        stats = {key: value for key, value in stats.items() if key in EXPORTED}
+        """Return the statistics that have changed; None if none have.
+
+        A tier that is off has no content, so the gauges that `stats` lacks fall to 0. Its size and
+        its counters stay.
+        """
+        last, stats = self._last, {key: value for key, value in stats.items() if key in EXPORTED}
+        if not (stats or last):
+            return None  # a server that only observes
+        for key in last.keys() - stats.keys():
+            stats[key] = 0 if key in _FALLING else last[key]
         stats["capacity_blocks"] = self._capacity_blocks
-        last, self._last = self._last, stats
+        self._last = stats
         data = {
             key: value if key in _GAUGES else value - last.get(key, 0)
             for key, value in stats.items()

@@ -182,6 +182,11 @@ class Transfers:
         transfer.is_late = True
         self.fail_load(transfer.request_id)
 
+    def remains(self) -> dict[str, int]:
+        """Return the gauges of a tier that is off: the copies that have not ended."""
+        blocks = sum(len(transfer.blocks) for transfer in self.in_flight.values())
+        return {"quarantined_jobs": len(self.in_flight), "quarantined_blocks": blocks}
+
     def num_storable(self) -> int:
         """Return how many more device blocks stores may hold."""
         transfers = self.in_flight.values()
