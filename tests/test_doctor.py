@@ -172,6 +172,7 @@ def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str
         return
     for finding, problem in zip(findings, problems, strict=True):
         assert finding.says.startswith(problem)
+        assert "?." not in finding.says
         assert finding.advice
         assert finding.status != "ok"
 

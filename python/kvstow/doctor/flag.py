@@ -108,7 +108,8 @@ def _problems(text: str) -> Iterator[_Problem]:
             Options.parse(options)
     except ConfigError as error:
         # Undivided, because a value or a name in it may have a colon too.
-        yield _Problem("broken", f"{error}.", f'correct the object "{WHERE}"')
+        end = "" if str(error).endswith("?") else "."
+        yield _Problem("broken", f"{error}{end}", f'correct the object "{WHERE}"')
 
 
 def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
