@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import click
+from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 
@@ -31,6 +32,7 @@ _WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_pat
 """The parameters of all commands that name a file to write."""
 _READ_METAVARS: Final = frozenset({"FILE", "PATH", "MODEL"})
 _LEAST_COLUMNS: Final = 60  # rich drops the columns of a table that do not fit
+_RULE: Final = "─"  # below the heads of a table
 _MOST_RANKS: Final = 64  # of kvstow replay --world-size
 _STDIN_PATH: Final = "/dev/stdin"  # a link to the file that the shell has opened
 _WRITE_IN_PLACE: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
@@ -282,6 +284,8 @@ def _rendered(shown: Table | str) -> str:
     """Return the text for this terminal; `[/model]` or `:smile:` in a table is no markup."""
     if isinstance(shown, str):
         return shown
+    if shown.box is not None and not can_print(_RULE):
+        shown.box = Box(str(shown.box).replace(_RULE, "-"), ascii=True)
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     text = io.StringIO()
     console = Console(
@@ -290,6 +294,15 @@ def _rendered(shown: Table | str) -> str:
     console.width = max(console.width, _LEAST_COLUMNS)
     console.print(shown)
     return text.getvalue()
+
+
+def can_print(text: str) -> bool:
+    """Return whether the encoding of standard output has these characters."""
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def print_text(text: str) -> None:

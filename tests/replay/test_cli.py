@@ -210,7 +210,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--device-blocks", "many"], "device-blocks is 'many'; pass a whole number"),
         (["--host-blocks", "-1"], "host-blocks is -1"),
         (["--host-blocks", "2000000000"], "GiB"),
-        (["--device-blocks", "20"], "19 of 20 device blocks are usable: pass --device-blocks"),
+        (["--device-blocks", "20"], "19 of 20 device blocks are usable: pass --device-blocks 241"),
         (["--limit", "0"], "limit is 0"),
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
         (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +154,17 @@ def test_the_command_reports_a_row_for_each_fleet(
     assert "GiB as in Llama-3.1-8B" in table
     puts = one["shared"]["puts"]
     assert f"{puts:,} ({puts / 16:,.1f})" in table
+
+
+def test_the_table_has_a_line_that_a_terminal_without_utf_8_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="latin-1"))
+    assert main(["replay", "--limit", "2", "--servers", "1"]) == 0
+    text = shown.getvalue().decode("latin-1")
+    assert " ---------------" in text
+    assert "\\u" not in text
 
 
 @pytest.mark.parametrize("servers", [[1], [1, 2, 3], [1, 4]])

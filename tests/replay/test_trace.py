@@ -273,7 +273,7 @@ def test_bytes_that_are_not_text_are_refused(tmp_path: Path) -> None:
         ),
         (
             b"Triton is installed, but doesn't include CPU backend. Disabling Triton.\n",
-            "pass a log of vLLM to kvstow trace convert --from vllm-log",
+            "pass a log of vLLM to kvstow trace convert --from vllm-log, and write an object for",
         ),
     ],
 )

@@ -65,6 +65,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
         ({"events_path": ""}, "events_path"),
         ({"disk_path": "/d\0"}, "it must be a text that is not empty and has no null character"),
         ({"events_path": "\ud800"}, "and it must be the name of a file"),
+        ({"disk_path": "~/kv"}, "a whole path, because nothing replaces ~ here"),
+        ({"record_trace": "$HOME/t"}, "a whole path, because nothing replaces $ here"),
         ({"observe_gib": "32GiB"}, "a finite number of GiB above 0"),
     ],
 )

@@ -281,7 +281,8 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shared_hit_tokens_total",
-        "Prompt tokens that requests took from the host because the shared store had brought them.",
+        "Prompt tokens that requests took from the host because the shared store had brought them. "
+        "0 with a disk too: kvstow_disk_hit_tokens_total counts them then.",
         {"": "shared_hit_tokens"},
     ),
     Metric(
@@ -335,7 +336,8 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shared_known_blocks",
-        "Blocks that this server knows the store to have.",
+        "Blocks that this server knows the store to have. 0 with a disk too: "
+        "kvstow_disk_cached_blocks counts them then.",
         {"": "shared_resident_blocks"},
     ),
     Metric(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
 from kvstow._core import SlidingWindow, StateSpace
+from kvstow.output import can_print
 from kvstow.plan.advice import flag, knee_gib, knee_size, marks, num_device, sentence, size
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
@@ -348,7 +348,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
     last = int(curves.capacities[-1]) or 1
     at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
     hits = np.maximum(np.interp(at, *drawn_hits(plan, choice)), least_hits(plan, choice))
-    eighths = _EIGHTHS if _can_print(_EIGHTHS) else "    #####"
+    eighths = _EIGHTHS if can_print(_EIGHTHS) else "    #####"
     levels = np.rint(hits / (curves.infinite or 1) * _SKETCH_ROWS * 8).astype(np.int64)
     lines = []
     for line in reversed(range(_SKETCH_ROWS)):
@@ -367,12 +367,3 @@ def sketch(plan: Plan, choice: Choice) -> str:
         place = round(gib / plan.gib(last) * _SKETCH_COLUMNS)
         lines.append(" " * (7 + min(max(1, place), _SKETCH_COLUMNS)) + f"^ {shown}")
     return "\n".join(lines)
-
-
-def _can_print(text: str) -> bool:
-    """Whether the encoding of standard output has these characters."""
-    try:
-        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

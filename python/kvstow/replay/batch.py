@@ -149,17 +149,14 @@ def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int
     Raises:
         ConfigError: the device pool can never hold the tables of a request.
     """
+    longest = max(trace.requests, key=lambda request: request.total_tokens)
+    num_slots = longest.total_tokens + config.lookahead_tokens
+    num_needed = sum(group.most_blocks(num_slots, config.max_step_tokens) for group in model.groups)
     num_usable = config.device_blocks - 1
-    for request in trace.requests:
-        num_slots = request.total_tokens + config.lookahead_tokens
-        num_needed = sum(
-            group.most_blocks(num_slots, config.max_step_tokens) for group in model.groups
+    if num_needed > num_usable:
+        raise ConfigError(
+            f"{trace.path}:{longest.line}: the request needs {num_needed} blocks for its "
+            f"{longest.total_tokens} tokens, and {num_usable} of {config.device_blocks} device "
+            f"blocks are usable: pass --device-blocks {num_needed + 1} or more"
         )
-        if num_needed > num_usable:
-            raise ConfigError(
-                f"{trace.path}:{request.line}: the request needs {num_needed} blocks for its "
-                f"{request.total_tokens} tokens, and {num_usable} of {config.device_blocks} device "
-                f"blocks are usable: pass --device-blocks {num_needed + 1} or more"
-            )
-    longest = max(request.total_tokens for request in trace.requests)
-    return -(-(longest + config.lookahead_tokens) // trace.block_size)
+    return -(-num_slots // trace.block_size)

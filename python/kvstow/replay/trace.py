@@ -199,7 +199,10 @@ class TraceReader:
             )
         elif line == 1 and not text.lstrip().startswith(b"{"):
             # vLLM's log may begin with what Python and other libraries print.
-            way_out += "; pass a log of vLLM to kvstow trace convert --from vllm-log"
+            way_out += (
+                "; pass a log of vLLM to kvstow trace convert --from vllm-log, and write an object "
+                "for each row of a table"
+            )
         return way_out
 
     # -- fields --------------------------------------------------------------------------------

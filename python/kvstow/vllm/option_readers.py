@@ -116,10 +116,15 @@ def read_names(name: str, value: object) -> str:
 
 
 def read_path(name: str, value: object) -> str:
-    """Return a text that can name a file."""
+    """Return a text that can name a file.
+
+    The flag stands between single quotes, where no shell replaces ~ or a variable.
+    """
     text = read_text(name, value)
     if not is_path(text):
         raise _refused(name, value, "the name of a file")
+    if text.startswith(("~", "$")):
+        raise _refused(name, value, f"a whole path, because nothing replaces {text[0]} here")
     return text
 
 
