@@ -14,6 +14,7 @@ from tests.vllm.halves import FULL, STATE, WINDOW
 from tests.vllm.simulated import Simulated, WrongKV, tokens
 from tests.vllm.versions import skip_without_all_states
 from vllm import version as vllm_version
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request
 
 from kvstow.vllm.connector import _hashes_sessions_correctly
@@ -402,6 +403,39 @@ def test_blocks_that_a_preempted_step_never_wrote_lose_their_keys(
     else:
         with pytest.raises(WrongKV, match="patient"):
             engine.settle()
+    engine.close()
+
+
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+@pytest.mark.parametrize("is_asleep", [False, True], ids=["ended", "asleep"])
+def test_the_last_chunk_before_an_end_or_a_sleep_is_stored(
+    folder: Path, is_asleep: bool, num_in_flight: int
+) -> None:
+    """The chunk before it is under way when vLLM schedules it, and no step follows.
+
+    It is longer than the window, and when a request ends vLLM has dropped the block that a hit
+    needs first.
+    """
+    options = {"num_cpu_blocks": 60, "preserve_on_sleep": True}
+    specs = (FULL, WINDOW)
+    engine = Simulated(folder, options, specs=specs, num_blocks=70, num_in_flight=num_in_flight)
+    prompt = tokens(191, 1)
+    engine.add("first", prompt, max_tokens=4 if is_asleep else 1)
+    if is_asleep:
+        while not engine.requests or engine.requests["first"].num_computed_tokens < 191:
+            engine.step()
+        engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.settle()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    if not is_asleep:
+        engine.add("again", prompt, max_tokens=1)
+    engine.settle()
+    assert engine.half.offload is not None
+    assert engine.half.offload.stats()["hit_tokens"] == 176
+    for name, answer in engine.answers.items():
+        assert answer == engine.right_answer(prompt, len(answer), None), name
+    engine.check_at_rest()
     engine.close()
 
 

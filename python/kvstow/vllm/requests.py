@@ -19,7 +19,8 @@ Each step makes some blocks of a running request full:
 
 ```
   build       the step is scheduled    the request is due, and `filling` holds those of windows
-  processed   their KV is computed     the tier knows them (`num_reported`): it is not due
+  processed   their KV is computed     the tier knows them (`num_reported`); due if steps under
+                                       way fill more
 ```
 
 `Requests.look` finds the due requests. It looks only at those that steps may have made due: those
@@ -413,6 +414,15 @@ class Requests:
                 self.look_at(request_id, tracked, num_scheduled.get(request_id, 0))
             elif tracked.next_look == self.num_steps:
                 self.look_after(1, request_id, tracked)
+
+    def reported(self, request_id: str, tracked: TrackedRequest, num_computed: int) -> None:
+        """Note that the tier knows the blocks of these tokens. A step under way may be the last."""
+        unit = tracked.model.tokens_per_hash
+        tracked.due_tokens = (num_computed // unit + 1) * unit
+        if tracked.scheduled_tokens < tracked.due_tokens:
+            num_left = tracked.due_tokens - tracked.request.num_computed_tokens
+            self.look_after(num_left, request_id, tracked)
+            del self.due[request_id]
 
     def look_after(self, num_steps: int, request_id: str, tracked: TrackedRequest) -> None:
         """Look at a request again after this many steps; in the next one if that is 0 or less."""

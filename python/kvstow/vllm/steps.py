@@ -124,7 +124,7 @@ class Steps:
         if tracked is None:
             return
         if request_id not in self.requests.due:
-            # Stores may be gathered, and the end of the step before takes a request off `due`.
+            # Stores may be gathered, and the last token may not have been sampled before.
             self.requests.look_at(request_id, tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])

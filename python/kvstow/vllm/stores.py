@@ -101,11 +101,7 @@ class Stores:
                     self._leave_out(tracked, g, filled[len(wanted) :])
             named.append(request_id)
             computed.append(num_computed)
-            unit = model.tokens_per_hash
-            tracked.due_tokens = (num_computed // unit + 1) * unit
-            num_left = tracked.due_tokens - tracked.request.num_computed_tokens
-            self.requests.look_after(num_left, request_id, tracked)
-            del due[request_id]
+            self.requests.reported(request_id, tracked, num_computed)
         if named:
             job = offload.store(
                 named,
