@@ -66,24 +66,28 @@ def test_a_window_in_smaller_blocks_is_stored_though_a_chunk_ended_within_it(
     assert scheduler.half.lookup(again, 0) == expected
 
 
-def test_a_window_is_stored_though_the_last_two_steps_of_its_request_overlap() -> None:
-    """As with one new token. The end of the first step reports what that one has computed."""
+@pytest.mark.parametrize("num_last", [36, 47])
+def test_a_window_is_stored_though_the_last_two_steps_of_its_request_overlap(num_last: int) -> None:
+    """As with one new token. The end of the first step reports what that one has computed.
+
+    After 47 tokens the window of the next one begins in a later block than that of a hit.
+    """
     scheduler = Scheduler(FULL, WINDOW)
-    request = scheduler.request("a", 100)
+    request = scheduler.request("a", 64 + num_last)
     assert scheduler.half.lookup(request, 0) == 0
-    for num_tokens in (64, 36):
+    for num_tokens in (64, num_last):
         assert scheduler.manager.allocate_slots(request, num_tokens) is not None
         scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
         scheduler.half.build(Step({"a": num_tokens}))
         request.num_computed_tokens += num_tokens
-    request.num_in_flight_tokens = 36
+    request.num_in_flight_tokens = num_last
     scheduler.half.processed(KVConnectorOutput())
     request.num_in_flight_tokens = 0
     scheduler.finish(request)
     scheduler.step()
     scheduler.step(reports=[(store.job_id, 0, True) for store in scheduler.jobs.stores])
     assert scheduler.manager.reset_prefix_cache()
-    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=100), 0) == 96
+    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=64 + num_last), 0) == 96
 
 
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])

@@ -105,7 +105,10 @@ class Stores:
             tracked.due_tokens = (num_computed // unit + 1) * unit
             num_left = tracked.due_tokens - tracked.request.num_computed_tokens
             self.requests.look_after(num_left, request_id, tracked)
-            del due[request_id]
+            if model.is_full_attention or tracked.scheduled_tokens < tracked.due_tokens:
+                del due[request_id]
+            # Else a step under way fills more. Its end may be the request's, and then the table has
+            # dropped what `filling` still holds.
         if named:
             job = offload.store(
                 named,
