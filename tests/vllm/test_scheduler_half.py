@@ -460,6 +460,17 @@ def test_hits_of_draft_models_are_as_long_as_vllms(
     scheduler.finish(again)
 
 
+def test_the_block_that_a_draft_models_window_drops_is_stored_before_a_larger_one_is_full() -> None:
+    """A hit of 96 tokens needs the window's block up to 112, where vLLM keys no other block."""
+    large = replace(FULL, block_size=2 * BLOCK_SIZE)
+    scheduler = Scheduler(FULL, large, WINDOW, draft_groups=[2], retention=None)
+    scheduler.serve(scheduler.request("a", 116))
+    again = scheduler.request("b", 140, num_shared=116)
+    assert scheduler.manager.get_computed_blocks(again)[1] == 96
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(again, 0) == 96
+
+
 def test_a_window_is_kept_where_prompts_part() -> None:
     """Though the device has lost what they share: the host knows how long they agree."""
     scheduler = Scheduler(FULL, WINDOW)

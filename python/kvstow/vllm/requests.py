@@ -182,12 +182,13 @@ class TrackedRequest:
             if num_computed < self.due_tokens:
                 break
             table, reported = tables[g].get(request.request_id, ()), self.num_reported[g]
-            end = min(num_computed // block_size, len(table))
+            num_due = model.num_cacheable_blocks(g, num_computed)
+            end = min(num_due, len(table))
             while end > reported:
                 if table[end - 1].block_hash == hashes[end * num_hashes - 1] + suffix:
                     break
                 end -= 1
-            if num_computed >= (end + 1) * block_size:
+            if end < num_due:
                 num_computed = (end + 1) * block_size - 1
         return num_computed
 
