@@ -201,6 +201,9 @@ class Scheduler:
         return output.finished_recving or set()
 
     def finish(self, request: Request) -> None:
+        # vLLM first frees what is out of a window.
+        num_processed = request.num_computed_tokens - request.num_in_flight_tokens
+        self.manager.remove_skipped_blocks(request.request_id, num_processed)
         self.half.finished(request)
         self.manager.free(request)
 

@@ -66,24 +66,28 @@ def test_a_window_in_smaller_blocks_is_stored_though_a_chunk_ended_within_it(
     assert scheduler.half.lookup(again, 0) == expected
 
 
-def test_a_window_is_stored_though_the_last_two_steps_of_its_request_overlap() -> None:
-    """As with one new token. The end of the first step reports what that one has computed."""
+@pytest.mark.parametrize("num_last", [36, 47])
+def test_a_window_is_stored_though_the_last_two_steps_of_its_request_overlap(num_last: int) -> None:
+    """As with one new token. The end of the first step reports what that one has computed.
+
+    After 47 tokens the window of the next one begins in a later block than that of a hit.
+    """
     scheduler = Scheduler(FULL, WINDOW)
-    request = scheduler.request("a", 100)
+    request = scheduler.request("a", 64 + num_last)
     assert scheduler.half.lookup(request, 0) == 0
-    for num_tokens in (64, 36):
+    for num_tokens in (64, num_last):
         assert scheduler.manager.allocate_slots(request, num_tokens) is not None
         scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
         scheduler.half.build(Step({"a": num_tokens}))
         request.num_computed_tokens += num_tokens
-    request.num_in_flight_tokens = 36
+    request.num_in_flight_tokens = num_last
     scheduler.half.processed(KVConnectorOutput())
     request.num_in_flight_tokens = 0
     scheduler.finish(request)
     scheduler.step()
     scheduler.step(reports=[(store.job_id, 0, True) for store in scheduler.jobs.stores])
     assert scheduler.manager.reset_prefix_cache()
-    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=100), 0) == 96
+    assert scheduler.half.lookup(scheduler.request("b", 120, num_shared=64 + num_last), 0) == 96
 
 
 @pytest.mark.parametrize("retention", [0, None], ids=["sparse", "dense"])
@@ -454,6 +458,17 @@ def test_hits_of_draft_models_are_as_long_as_vllms(
     assert load.block_ids.tolist() == taken
     scheduler.step(reports=[(load.job_id, 0, True)])
     scheduler.finish(again)
+
+
+def test_the_block_that_a_draft_models_window_drops_is_stored_before_a_larger_one_is_full() -> None:
+    """A hit of 96 tokens needs the window's block up to 112, where vLLM keys no other block."""
+    large = replace(FULL, block_size=2 * BLOCK_SIZE)
+    scheduler = Scheduler(FULL, large, WINDOW, draft_groups=[2], retention=None)
+    scheduler.serve(scheduler.request("a", 116))
+    again = scheduler.request("b", 140, num_shared=116)
+    assert scheduler.manager.get_computed_blocks(again)[1] == 96
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(again, 0) == 96
 
 
 def test_a_window_is_kept_where_prompts_part() -> None:

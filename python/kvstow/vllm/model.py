@@ -214,17 +214,14 @@ class Model:
     def num_cacheable_blocks(self, group: int, num_tokens: int) -> int:
         """Return how many of a group's first blocks are due for a key once tokens are computed.
 
-        vLLM keys the blocks of a window or state up to where a hit can end, and then one more if
-        hits drop the last one. If they are smaller than those of another group, some are full
-        before.
+        vLLM keys blocks up to where a hit can end, and then one more if hits drop the last one. If
+        they are smaller than those of another group, some are full before.
         """
         kind = self.groups[group]
-        if self.is_window[group]:
-            num_hit = num_tokens // self.tokens_per_hit * self.tokens_per_hit
-            if num_hit and isinstance(kind, SlidingWindow) and kind.drops_last_block:
-                num_hit += kind.block_size
-            num_tokens = min(num_tokens, num_hit)
-        return num_tokens // kind.block_size
+        num_hit = num_tokens // self.tokens_per_hit * self.tokens_per_hit
+        if num_hit and isinstance(kind, FullAttention | SlidingWindow) and kind.drops_last_block:
+            num_hit += kind.block_size
+        return min(num_tokens, num_hit) // kind.block_size
 
     def block_hash(self, request: Request, index: int, group: int) -> bytes:
         """Return the hash of a request's block: the last of those that the block covers."""

@@ -194,12 +194,13 @@ class TrackedRequest:
             if num_computed < self.due_tokens:
                 break
             table, reported = tables[g].get(request.request_id, ()), self.num_reported[g]
-            end = min(num_computed // block_size, len(table))
+            num_due = model.num_cacheable_blocks(g, num_computed)
+            end = min(num_due, len(table))
             while end > reported:
                 if table[end - 1].block_hash == hashes[end * num_hashes - 1] + suffix:
                     break
                 end -= 1
-            if num_computed >= (end + 1) * block_size:
+            if end < num_due:
                 num_computed = (end + 1) * block_size - 1
         return num_computed
 
@@ -416,13 +417,15 @@ class Requests:
                 self.look_after(1, request_id, tracked)
 
     def reported(self, request_id: str, tracked: TrackedRequest, num_computed: int) -> None:
-        """Note that the tier knows the blocks of these tokens. A step under way may be the last."""
+        """Note that the tier knows the blocks of these tokens."""
         unit = tracked.model.tokens_per_hash
         tracked.due_tokens = (num_computed // unit + 1) * unit
-        if tracked.scheduled_tokens < tracked.due_tokens:
-            num_left = tracked.due_tokens - tracked.request.num_computed_tokens
-            self.look_after(num_left, request_id, tracked)
+        num_left = tracked.due_tokens - tracked.request.num_computed_tokens
+        self.look_after(num_left, request_id, tracked)
+        if tracked.model.is_full_attention or tracked.scheduled_tokens < tracked.due_tokens:
             del self.due[request_id]
+        # Else a step under way fills more. It may be the last one, and then the table has dropped
+        # what `filling` still holds.
 
     def look_after(self, num_steps: int, request_id: str, tracked: TrackedRequest) -> None:
         """Look at a request again after this many steps; in the next one if that is 0 or less."""
