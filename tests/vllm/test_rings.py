@@ -38,7 +38,7 @@ from vllm.v1.request import Request
 
 from kvstow import ConfigError, FullAttention, SlidingWindow
 from kvstow.vllm.model import Model
-from kvstow.vllm.requests import TrackedRequest
+from kvstow.vllm.tracked import TrackedRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -14,8 +14,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvstow import KvstowError
 from kvstow.vllm.adapters import Adapters
 from kvstow.vllm.below import LowerTier
-from kvstow.vllm.requests import Requests, TrackedRequest
+from kvstow.vllm.requests import Requests
 from kvstow.vllm.tier import HostTier
+from kvstow.vllm.tracked import TrackedRequest
 from kvstow.vllm.transfers import Transfers
 
 logger = logging.getLogger("vllm." + __name__)

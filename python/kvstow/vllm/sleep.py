@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from vllm.v1.request import RequestStatus
 
 from kvstow.vllm.adapters import Adapters
-from kvstow.vllm.requests import Requests, TrackedRequest
+from kvstow.vllm.requests import Requests
 from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
+from kvstow.vllm.tracked import TrackedRequest
 from kvstow.vllm.transfers import Transfers
 from kvstow.vllm.weights import WeightsVersion
 

@@ -9,9 +9,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstow.vllm.messages import StepJobs, StepReports
-from kvstow.vllm.requests import Requests, TrackedRequest
+from kvstow.vllm.requests import Requests
 from kvstow.vllm.stores import Stores
 from kvstow.vllm.tier import HostTier
+from kvstow.vllm.tracked import TrackedRequest
 from kvstow.vllm.transfers import Transfers
 
 

@@ -29,8 +29,9 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from kvstow import StateSpace
 from kvstow.vllm.events import HostEvents
 from kvstow.vllm.lazy_queue import LazyQueue
-from kvstow.vllm.requests import Requests, TrackedRequest
+from kvstow.vllm.requests import Requests
 from kvstow.vllm.tier import HostTier
+from kvstow.vllm.tracked import TrackedRequest
 from kvstow.vllm.transfers import Transfers
 
 # The most requests that one step stores of those that can wait, so that no step takes much longer.
