@@ -11,6 +11,7 @@ movers make the copies, when the test lets them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -88,12 +89,13 @@ class Simulated:
         config = self._config()
         config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.num_in_flight > 1 else Scheduler
+        self.tokens_per_hash = math.gcd(*(s.block_size for s in self.specs if s.prefix_cacheable))
         self.scheduler = kind(
             config,
             cache,
             StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=math.lcm(*(spec.block_size for spec in self.specs)),
+            hash_block_size=self.tokens_per_hash,
         )
         connector = self.scheduler.connector
         assert isinstance(connector, KVStowConnector)
@@ -107,10 +109,14 @@ class Simulated:
         # Groups may share a mover.
         late = {id(mover): LateMover(mover, self.waiting) for mover in self.worker.movers}
         self.worker.movers = [late[id(m)] for m in self.worker.movers]  # type: ignore[misc]
-        # [block, position in it, copies of one number]
-        self.kv = self.memory.view(torch.int64).view(self.num_blocks, BLOCK_SIZE, -1).numpy()
-        self.kv[:] = -1
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256_cbor)
+        # By tokens of a block: [block, position in it, copies of one number].
+        numbers = self.memory.view(torch.int64)
+        self.kv = {
+            size: numbers.view(self.num_blocks, size, -1).numpy()
+            for size in {spec.block_size for spec in self.specs}
+        }
+        numbers[:] = -1
+        self._hasher = get_request_block_hasher(self.tokens_per_hash, sha256_cbor)
         # By the last hash of a chain: its tokens and the salt.
         self.hashed: dict[Any, tuple[list[int], str | None]] = {}
         self.steps: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -183,7 +189,7 @@ class Simulated:
             before = request.block_hashes
             if before:
                 self.hashed.pop(before[-1], None)
-            num_tokens = (len(before) + len(new)) * BLOCK_SIZE
+            num_tokens = (len(before) + len(new)) * self.tokens_per_hash
             self.hashed[new[-1]] = (list(request.all_token_ids[:num_tokens]), request.cache_salt)
         return new
 
@@ -327,7 +333,7 @@ class Simulated:
             for at in _written(spec, first, start + num_tokens):
                 block, place = _place(spec, table, at)
                 assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
-                self.kv[block.block_id, place] = values[at] ^ group
+                self.kv[spec.block_size][block.block_id, place] = values[at] ^ group
         new: list[int] = []
         if start + num_tokens >= num_true:
             for draft in [*drafts, None]:
@@ -362,7 +368,8 @@ class Simulated:
                 first = max(first, request.replay_start)
             for at in range(first, end):
                 block, place = _place(spec, table, at)
-                if block.is_null or (self.kv[block.block_id, place] != values[at] ^ group).any():
+                found = self.kv[spec.block_size][block.block_id, place]
+                if block.is_null or (found != values[at] ^ group).any():
                     raise WrongKV(
                         f"step {self.num_steps}: request {request.request_id} reads block "
                         f"{block.block_id} of group {group} at token {at} of {end} "
@@ -426,7 +433,8 @@ def _place(spec: Any, table: Sequence[Any], at: int) -> tuple[Any, int | slice]:
     """The block of a token, and the token's place in it."""
     if isinstance(spec, CircularBufferSpec):
         return table[0], at % spec.block_size
-    return table[at // BLOCK_SIZE], slice(None) if isinstance(spec, MambaSpec) else at % BLOCK_SIZE
+    size = spec.block_size
+    return table[at // size], slice(None) if isinstance(spec, MambaSpec) else at % size
 
 
 def _written(spec: Any, start: int, end: int) -> list[int]:
@@ -434,7 +442,7 @@ def _written(spec: Any, start: int, end: int) -> list[int]:
     if not isinstance(spec, MambaSpec):
         return list(range(start, end))
     ends = range(start, end - 1) if spec.mamba_cache_mode == "all" else ()
-    return [*(at for at in ends if (at + 1) % BLOCK_SIZE == 0), end - 1]
+    return [*(at for at in ends if (at + 1) % spec.block_size == 0), end - 1]
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:

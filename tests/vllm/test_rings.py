@@ -200,18 +200,38 @@ def test_deepseek_v4_is_served_as_vllm_lays_it_out(folder: Path) -> None:
         assert all(end <= start for end, start in zip(ends, starts, strict=True))
 
 
+# Those of DeepSeek V4 with blocks of a fourth of the tokens, and pages of one size.
+FOURTHS = (
+    replace(MLA_WINDOW, block_size=16, head_size=16, sliding_window=32),
+    replace(FULL, block_size=64, head_size=2, head_size_v=2),
+    replace(MLA_WINDOW, block_size=4, head_size=64, sliding_window=8, model_version=None),
+    replace(MLA_WINDOW, block_size=8, head_size=32, sliding_window=32, model_version=None),
+)
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
+def test_requests_of_deepseek_v4_read_their_own_kv(
+    folder: Path, num_in_flight: int, lazy: bool
+) -> None:
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 900, "lazy_offload": lazy},
+        specs=FOURTHS,
+        num_blocks=160,
+        num_in_flight=num_in_flight,
+    )
+    life = Life(engine, num_in_flight)
+    life.go(400)
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
 @pytest.mark.parametrize("retention", [0, 64, None])
 def test_the_host_hits_as_much_of_deepseek_v4_as_the_device(retention: int | None) -> None:
-    """The same groups with blocks of a fourth of the tokens."""
-    specs = (
-        replace(MLA_WINDOW, block_size=16, sliding_window=32),
-        replace(FULL, block_size=64),
-        replace(MLA_WINDOW, block_size=4, sliding_window=8, model_version=None),
-        replace(MLA_WINDOW, block_size=8, sliding_window=32, model_version=None),
-    )
     hits = []
     for num_tokens in (63, 64, 65, 130, 300):
-        scheduler = Scheduler(*specs, num_blocks=400, num_host_blocks=400, retention=retention)
+        scheduler = Scheduler(*FOURTHS, num_blocks=400, num_host_blocks=400, retention=retention)
         assert scheduler.serve(scheduler.request("a", num_tokens)) == 0
         again = scheduler.request("b", num_tokens + 40, num_shared=num_tokens)
         on_device = scheduler.manager.get_computed_blocks(again)[1]
