@@ -27,7 +27,6 @@ from tests.vllm.halves import (
 from tests.vllm.simulated import Simulated, WrongKV
 from tests.vllm.test_simulated import Life
 from tests.vllm.versions import planning
-from vllm.config import CacheConfig
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     MLAAttentionSpec,
@@ -176,12 +175,12 @@ def deepseek_v4(num_layers: int) -> dict[str, Any]:
     return layers
 
 
-@pytest.mark.skipif(not hasattr(CacheConfig, "kv_cache_layout"), reason="since vLLM 0.32")
 def test_deepseek_v4_is_served_as_vllm_lays_it_out(folder: Path) -> None:
     layers = deepseek_v4(6)
     config = engine_config(folder, {"num_cpu_blocks": 4}, block_size=256)
     config.cache_config.kv_cache_layout = "BLHNC"
-    (laid_out,) = planning.get_kv_cache_configs(config, [layers], [256 << 20])
+    groups = planning.get_kv_cache_groups(config, layers)
+    laid_out = planning.get_kv_cache_config_from_groups(config, groups, 256 << 20)
     model = Model.of(laid_out)
     assert set(model.groups) == {
         FullAttention(256),
