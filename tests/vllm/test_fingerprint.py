@@ -210,9 +210,21 @@ def test_servers_with_other_variables_do_not_share(
     assert worlds[1].digest() != before
 
 
+def test_servers_with_and_without_flashinfer_do_not_share(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels of experts round activations to 8 bits, and others of vLLM's keep 16."""
+    monkeypatch.setattr(shaping_module, "has_flashinfer", lambda: False)
+    before = worlds[0].digest()
+    monkeypatch.setattr(shaping_module, "has_flashinfer", lambda: True)
+    assert worlds[1].digest() != before
+
+
 # A sample of those by which vLLM or a library rounds otherwise, or orders the numbers of a block.
 ROUNDING = (
+    "AITER_BF16_FP8_MOE_BOUND",
     "DNNL_DEFAULT_FPMATH_MODE",
+    "FLA_TRIL_PRECISION",
     "NVIDIA_TF32_OVERRIDE",
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
@@ -225,6 +237,7 @@ ROUNDING = (
     "VLLM_KV_CACHE_LAYOUT",
     "VLLM_MARLIN_INPUT_DTYPE",
     "VLLM_MARLIN_USE_ATOMIC_ADD",
+    "VLLM_MEDIA_CONNECTOR",
     "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
     "VLLM_MOE_USE_DEEP_GEMM",
     "VLLM_ROCM_FP8_MFMA_PAGE_ATTN",

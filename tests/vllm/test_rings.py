@@ -24,7 +24,7 @@ from tests.vllm.halves import (
     cache_config,
     engine_config,
 )
-from tests.vllm.simulated import Simulated, WrongKV
+from tests.vllm.simulated import Simulated, WrongKV, tokens
 from tests.vllm.test_simulated import Life
 from tests.vllm.versions import planning
 from vllm.v1.kv_cache_interface import (
@@ -36,6 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvstow import ConfigError, FullAttention, SlidingWindow
+from kvstow.vllm.connector import _horizon_blocks
 from kvstow.vllm.model import Model
 from kvstow.vllm.tracked import TrackedRequest
 
@@ -114,6 +115,46 @@ def test_tokens_of_a_hit_count_as_given_although_vllm_computes_them_again(
     model = replace(Model.of(cache_config(FULL)), replayed_tokens=32)
     request = cast(Request, SimpleNamespace(num_computed_tokens=100, replay_start=start))
     assert TrackedRequest(request, model, [0], BLOCK_SIZE).given_tokens() == given
+
+
+@needs_replay
+def test_a_preemption_amid_the_tokens_of_a_hit_keeps_the_hit(folder: Path) -> None:
+    """vLLM computes them again for its windows, so the request has fewer tokens than its hit."""
+    engine = Simulated(
+        folder,
+        {"num_cpu_blocks": 60, "lazy_offload": True},
+        specs=(replace(MLA_WINDOW, bounded_replay=True), FULL),
+        num_blocks=50,
+        settings={"scheduling_policy": "priority", "max_num_batched_tokens": 20},
+    )
+    engine.add("first", tokens(129, 1), max_tokens=1)
+    engine.settle()
+    engine.add("urgent", tokens(250, 2), max_tokens=60, priority=0)
+    while "urgent" not in engine.answers:
+        engine.step()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - 16)
+    engine.add("patient", tokens(140, 1), priority=1)
+    patient = engine.requests["patient"]
+    while not patient.num_computed_tokens:
+        engine.step()
+    assert (patient.replay_start, patient.num_computed_tokens) == (96, 96 + 19)
+    pool.get_new_blocks(pool.get_num_free_blocks())
+    while not patient.num_preemptions:
+        engine.step()
+    assert all(pool.get_cached_block(each, [1]) for each in patient.block_hashes[:8])
+    engine.close()
+
+
+def test_the_horizon_counts_groups_that_are_left_out(folder: Path) -> None:
+    """They take their blocks from the queue in which blocks wait for their store."""
+    config = engine_config(folder, {"num_cpu_blocks": 4}, max_num_seqs=8, max_model_len=1024)
+    config.scheduler_config.max_num_batched_tokens = 1024
+    of_tokens = (1024 + 1024) // BLOCK_SIZE + 8
+    assert _horizon_blocks(Model.of(cache_config(FULL, RING)), config) == of_tokens + 8
+    if hasattr(MLA_WINDOW, "bounded_replay"):
+        window = replace(MLA_WINDOW, bounded_replay=True)
+        assert _horizon_blocks(Model.of(cache_config(window, FULL)), config) == 2 * of_tokens
 
 
 def test_a_copy_into_the_wrong_group_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +287,7 @@ def test_rings_are_left_out() -> None:
         model = Model.of(cache_config(ring, FULL, WINDOW))
         assert model == replace(Model.of(cache_config(FULL, FULL, WINDOW)), **_behind_one(model))
         assert model.group_ids == (1, 2) and model.own("abc") == ["b", "c"]
+        assert model.other_block_sizes == (0,)
         assert [layer.name for layers in model.layers for layer in layers] == ["1", "2"]
     odd = replace(RING, block_size=BLOCK_SIZE * 2)
     with pytest.raises(ConfigError, match=r"blocks of \[32\] tokens, .* 16 tokens"):
@@ -253,4 +295,5 @@ def test_rings_are_left_out() -> None:
 
 
 def _behind_one(model: Model) -> dict[str, Any]:
-    return {"groups": model.groups, "layers": model.layers, "group_ids": model.group_ids}
+    names = ("groups", "layers", "group_ids", "other_block_sizes")
+    return {name: getattr(model, name) for name in names}

@@ -372,14 +372,21 @@ def _horizon_blocks(model: Model, config: VllmConfig) -> int:
     """Return the blocks that the next step may take: its tokens, and the longest prompt's load.
 
     In mode align a request takes two blocks of a group of states at most, and one for each draft.
+    Groups that are left out take their blocks from the same queue: a ring one for each request.
     """
     scheduler, speculative = config.scheduler_config, config.speculative_config
     num_tokens: int = scheduler.max_num_batched_tokens + config.model_config.max_model_len
+    num_requests = int(scheduler.max_num_seqs)
     num_drafts: int = 0 if speculative is None else speculative.num_speculative_tokens or 0
     has_few_states = config.cache_config.mamba_cache_mode == "align"
-    return sum(
-        int(scheduler.max_num_seqs) * (2 + num_drafts)
+
+    def taken(block_size: int) -> int:
+        return num_requests + (-(-num_tokens // block_size) if block_size else 0)
+
+    own = sum(
+        num_requests * (2 + num_drafts)
         if isinstance(group, StateSpace) and has_few_states
-        else -(-num_tokens // group.block_size) + int(scheduler.max_num_seqs)
+        else taken(group.block_size)
         for group in model.groups
     )
+    return own + sum(map(taken, model.other_block_sizes))

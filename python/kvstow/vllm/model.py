@@ -78,6 +78,7 @@ class Model:
             `tokens_per_hash`. 0 in a worker, which knows no requests.
         group_ids: vLLM's number of each group. Empty: vLLM has these groups only.
         replayed_tokens: the last tokens of a hit that vLLM computes again for its windows.
+        other_block_sizes: tokens of a block, per group that is left out; 0 for a ring.
     """
 
     num_blocks: int
@@ -86,6 +87,7 @@ class Model:
     tokens_per_vllm_hash: int = 0
     group_ids: tuple[int, ...] = ()
     replayed_tokens: int = 0
+    other_block_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.group_ids:
@@ -110,8 +112,8 @@ class Model:
         for number, group in enumerate(config.kv_cache_groups):
             spec, name = group.kv_cache_spec, f"KV cache group {number}"
             num_again = getattr(spec, "prefix_replay_tokens", 0)  # since 0.31
-            if num_again or _is_ring(spec):
-                others.append(spec.block_size)
+            if (is_ring := _is_ring(spec)) or num_again:
+                others.append((spec.block_size, is_ring))
                 replayed = max(replayed, num_again)
                 continue
             groups.append(_group(name, _spread(name, spec, context_parallel_size)))
@@ -130,12 +132,13 @@ class Model:
             tuple(layers),
             group_ids=tuple(ids),
             replayed_tokens=replayed,
+            other_block_sizes=tuple(0 if is_ring else size for size, is_ring in others),
         )
-        if any(model.tokens_per_hit % size for size in others):
+        if any(model.tokens_per_hit % size for size, _ in others):
             raise ConfigError(
-                f"vLLM caches no prefix of groups with blocks of {others} tokens, and a hit of "
-                f"kvstow's, which is a multiple of {model.tokens_per_hit} tokens, may end within "
-                "such a block: start vLLM without the connector"
+                f"vLLM caches no prefix of groups with blocks of {[size for size, _ in others]} "
+                f"tokens, and a hit of kvstow's, which is a multiple of {model.tokens_per_hit} "
+                "tokens, may end within such a block: start vLLM without the connector"
             )
         return model
 

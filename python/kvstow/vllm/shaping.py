@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from transformers import __version__ as transformers_version
+from vllm.utils.flashinfer import has_flashinfer
 
 from kvstow import ConfigError
 from kvstow.vllm.variables import variables
@@ -99,7 +100,10 @@ def _states(config: VllmConfig) -> list[Any]:
 
 
 def _backends(config: VllmConfig) -> list[Any]:
-    """Return the kernels that the user names, some of which round weights or activations."""
+    """Return the kernels that the user names, some of which round weights or activations.
+
+    vLLM prefers those of FlashInfer if the package and what compiles it are there, for experts too.
+    """
     kernels = vars(config.kernel_config).items() if hasattr(config, "kernel_config") else ()
     # `--monokernel` of 0.33 rounds the activations of experts to 8 bits, whatever their backend.
     named = sorted(
@@ -108,7 +112,8 @@ def _backends(config: VllmConfig) -> list[Any]:
     # `--gdn-prefill-backend` is here, and what a plugin of a platform reads.
     more: Any = getattr(config, "additional_config", None)
     others = more.compute_hash() if hasattr(more, "compute_hash") else more
-    return [*named, getattr(config.speculative_config, "moe_backend", None), others or None]
+    drafts = getattr(config.speculative_config, "moe_backend", None)
+    return [*named, ("flashinfer", has_flashinfer()), drafts, others or None]
 
 
 def _experts(config: VllmConfig) -> list[Any]:

@@ -15,16 +15,30 @@ from typing import Final
 from vllm import envs
 
 # Variables that vLLM does not list: of libraries that round matrix products of 32 bits to fewer, of
-# an earlier vLLM, and of its processor of `dots3_note`, which compresses the frames of a video.
+# an earlier vLLM, of its processor of `dots3_note`, which compresses the frames of a video, and
+# those that its kernels read themselves, to round otherwise or to give way to other kernels.
 _UNLISTED: Final = frozenset(
     (
+        "AITER_BF16_FP8_MOE_BOUND",
         "DNNL_DEFAULT_FPMATH_MODE",
+        "FLA_TRIL_PRECISION",
+        "FLA_USE_FAST_OPS",
+        "FLA_USE_TMA",
+        "FORCE_NUM_KV_SPLITS",
         "HIPBLASLT_ALLOW_TF32",
+        "INKLING_GFX950_GLUON",
+        "INKLING_MULTIMEM_AR",
+        "INKLING_SPLIT_KV",
+        "LAMPORT_RS_SCONV",
         "NVIDIA_TF32_OVERRIDE",
         "ONEDNN_DEFAULT_FPMATH_MODE",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
         "TRITON_F32_DEFAULT",
+        "USE_DEFAULT_FLA_NORM",
+        "USE_FLAGOS",
         "VLLM_ATTENTION_BACKEND",
+        "VLLM_CUSTOM_ALLREDUCE_ALGO",
+        "VLLM_MINIMAX_M3_MSA_CUTLASS_MIN_BATCH",
         "XHS_VIDEO_JPEG_QUALITY",
     )
 )
@@ -79,15 +93,16 @@ _NOT_COUNTED: Final = frozenset(
             VLLM_REGEX_COMPILATION_TIMEOUT_S VLLM_TOOL_PARSE_REGEX_TIMEOUT_SECONDS
             VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS
             """,
-            # How images, audio and videos arrive. What arrives is in a block's hash.
+            # How images, audio and videos arrive, but not what reads them: the hash of a block has
+            # what arrives, unless the user names it.
             """
             VLLM_AUDIO_FETCH_TIMEOUT VLLM_IMAGE_FETCH_TIMEOUT VLLM_MAX_AUDIO_CLIP_FILESIZE_MB
             VLLM_MAX_AUDIO_DECODE_BYTES VLLM_MAX_AUDIO_DECODE_DURATION_S
             VLLM_MAX_AUDIO_PREPROCESS_WORKERS VLLM_MAX_EMBED_DECODE_BYTES
             VLLM_MAX_MEDIA_DOWNLOAD_SIZE_MB VLLM_MAX_MEDIA_REQUEST_DECODE_BYTES
             VLLM_MAX_MEDIA_REQUEST_DOWNLOAD_SIZE_MB VLLM_MEDIA_CACHE VLLM_MEDIA_CACHE_MAX_SIZE_MB
-            VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_CONNECTOR VLLM_MEDIA_FETCH_MAX_RETRIES
-            VLLM_MEDIA_LOADING_THREAD_COUNT VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_VIDEO_FETCH_TIMEOUT
+            VLLM_MEDIA_CACHE_TTL_HOURS VLLM_MEDIA_FETCH_MAX_RETRIES VLLM_MEDIA_LOADING_THREAD_COUNT
+            VLLM_MEDIA_URL_ALLOW_REDIRECTS VLLM_VIDEO_FETCH_TIMEOUT
             """,
             # Requests and answers. The tokens are in a block's hash.
             """
