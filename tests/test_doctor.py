@@ -80,8 +80,11 @@ def test_table_prints_findings_and_fixes(
     assert "pip install 'kvstow[cuda12]'" in printed
     assert found()["cupy"].status == "broken"
     monkeypatch.setenv("COLUMNS", "20")
-    cli.main(["doctor"])
-    assert "broken" in capsys.readouterr().out
+    flag = json.dumps(FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": 0}})
+    cli.main(["doctor", "--kv-transfer-config", flag])
+    printed = capsys.readouterr().out
+    assert "broken" in printed
+    assert "kv_connector_extra_config.cpu_bytes_to_use_per_rankis0" in "".join(printed.split())
 
 
 @pytest.mark.parametrize(

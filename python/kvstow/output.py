@@ -286,6 +286,9 @@ def _rendered(shown: Table | str) -> str:
         return shown
     if shown.box is not None and not can_print(_RULE):
         shown.box = Box(str(shown.box).replace(_RULE, "-"), ascii=True)
+    for column in shown.columns:
+        if not column.no_wrap:
+            column.overflow = "fold"  # rich would end a long name with an ellipsis
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     text = io.StringIO()
     console = Console(

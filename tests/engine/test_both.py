@@ -7,6 +7,7 @@ loads.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -297,13 +298,14 @@ def test_an_engine_that_its_user_drops_lets_go_of_all_that_it_has(
     server: Server, tmp_path: Path
 ) -> None:
     given = {"disk": slot_file(tmp_path / "disk"), "shared": SharedStore(server.url)}
+    before = threading.active_count()
     it = World(17, NUM_HOST, mover=mover_for, shared_options=options(), **given)
     serve(it, "writer", DOCUMENT)
     arena = weakref.ref(it.engine.arenas[0])
     assert num_connections(server.port) > 0
     del it
     end_s = time.monotonic() + LONG_S
-    while arena() is not None or num_connections(server.port):
+    while arena() is not None or num_connections(server.port) or threading.active_count() > before:
         gc.collect()
         assert time.monotonic() < end_s, "threads of the shared tier keep the engine"
         time.sleep(0.001)

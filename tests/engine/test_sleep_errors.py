@@ -192,6 +192,8 @@ def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:
             SnapshotError, match=r"cannot be written: No such file.*create the folder"
         ):
             it.engine.sleep(after=READY, to=tmp_path / "no" / "image", **WHO)
+        with pytest.raises(SnapshotError, match=r"name too long.*use shorter names"):
+            it.engine.sleep(after=READY, to=tmp_path / ("f" * 300) / "image", **WHO)
         with pytest.raises(SnapshotError, match="is a folder; pass the path of a file in it"):
             it.engine.sleep(after=READY, to=tmp_path, **WHO)
         it.run("a", prompt(1, 9))

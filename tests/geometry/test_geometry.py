@@ -191,7 +191,8 @@ def test_config_of_bamba_lists_its_attention_layers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "windows"), [("gemma2", 2), ("gemma3_text", 3), ("mistral", 4), (None, 4)]
+    ("model_type", "windows"),
+    [("gemma2", 2), ("cohere2_moe", 3), ("gemma3_text", 3), ("mistral", 4), (None, 4)],
 )
 def test_type_of_a_model_says_which_layers_have_the_window(
     model_type: str | None, windows: int

@@ -1,5 +1,6 @@
 """Models of several groups: what the replay stores, loads and checks of each."""
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -98,6 +99,23 @@ def test_the_batch_has_the_block_tables_of_the_ledger(model: ReplayModel) -> Non
         assert_ended_well(engine)
         assert engine.figures.preemptions
     assert num_left, "no block ever left a window"
+
+
+@pytest.mark.parametrize("model", [SLIDING, STATEFUL, MIXED], ids=lambda model: model.name)
+def test_the_device_blocks_that_the_error_names_suffice_with_drafts(model: ReplayModel) -> None:
+    of = trace(request(1, range(1, 20), output=40))
+
+    def run(device_blocks: int) -> None:
+        with prepared(
+            of, model=model, device_blocks=device_blocks, max_step_tokens=16, lookahead_tokens=40
+        ) as engine:
+            engine.run()
+            assert_ended_well(engine)
+
+    with pytest.raises(ConfigError) as refused:
+        run(2)
+    [least] = re.findall(r"--device-blocks (\d+) or more", str(refused.value))
+    run(int(least))
 
 
 def test_a_load_that_fails_in_one_group_is_recomputed() -> None:

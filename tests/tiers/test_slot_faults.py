@@ -266,3 +266,28 @@ def test_a_tier_that_the_garbage_collector_finds_on_a_thread_of_it_is_closed(
             except StateError:  # somebody has the lock
                 assert time.monotonic() < end_s, "the tier is not closed"
                 time.sleep(0.001)
+
+
+def test_a_tier_that_the_garbage_collector_finds_on_its_watch_still_gives_up_a_stuck_call(
+    tmp_path: Path,
+) -> None:
+    class Collecting(Broken):
+        def now(self) -> float:
+            if threading.current_thread().name == "kvstow-tier-watch":
+                gc.collect()
+            return super().now()
+
+    def num_watching() -> int:
+        return sum("tier-watch" in thread.name for thread in threading.enumerate())
+
+    before, files = num_watching(), Collecting()
+    tier = open_file(tmp_path, new_arena(), files=files, num_threads=1, stuck_after_s=0.05)
+    files.writes_hang = True
+    tier.put(blocks_of(KEYS[:1], [0]), [0])
+    tier.of_an_engine = [tier]  # type: ignore[attr-defined]
+    del tier
+    end_s = time.monotonic() + LONG_S
+    while num_watching() > before:
+        assert time.monotonic() < end_s, "the watch waits for the call"
+        time.sleep(0.001)
+    files.gate.set()

@@ -224,3 +224,33 @@ def test_an_error_in_any_call_turns_off_only_the_tier(
         assert made.faults.calls[at] == name
         assert made.engine.half.tier.is_off, where
         assert len(errors) == 1 and "the host tier is off" in errors[0], where
+
+
+def test_the_gauges_of_a_tier_that_an_error_turns_off_fall(
+    folder: Path, errors: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Simulated(folder, OPTIONS, num_blocks=11)
+    engine.add("first", PROMPTS["b"])
+    engine.settle()
+    engine.add("a", PROMPTS["a"])
+    for _ in range(4):  # its blocks are not copied yet
+        engine.step()
+    num_held = sum(len(store.blocks) for store in engine.half.transfers.in_flight.values())
+    watch(engine, Faults(0, Injected, after=False))
+    reported: dict[str, Any] = {}
+    ask = engine.connector.get_kv_connector_stats
+
+    def asked() -> Any:
+        stats = ask()
+        reported.update(stats.data if stats else {})
+        return stats
+
+    monkeypatch.setattr(engine.connector, "get_kv_connector_stats", asked)
+    asked()
+    assert len(errors) == 1
+    assert num_held > 0
+    assert (reported["resident_blocks"], reported["quarantined_blocks"]) == (0, num_held)
+    engine.settle()
+    assert reported["quarantined_blocks"] == 0
+    engine.check_at_rest(is_off=True)
+    engine.close()

@@ -274,7 +274,7 @@ def test_missing_key_is_named(make: Make, missing: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["path", "weights_version_path"])
-@pytest.mark.parametrize("wrong", [5, "slots\0", "\ud800"])
+@pytest.mark.parametrize("wrong", [5, "slots\0", "\ud800", "~/slots", "$HOME/slots"])
 def test_what_is_no_path_is_refused(make: Make, name: str, wrong: object) -> None:
     with pytest.raises(ConfigError, match=f"KVStowDisk has {name} .*; pass the name of a file"):
         make(**{name: wrong})

@@ -61,7 +61,9 @@ _FIXES: Final = {
     errno.EACCES: "give this process the right to write there",
     errno.EPERM: "give this process the right to write there",
     errno.EROFS: "mount the file system for writing",
+    errno.ENAMETOOLONG: "use shorter names",
 }
+_NO_FOLDER: Final = (errno.ENOENT, errno.ENOTDIR)
 
 
 class Place(Enum):
@@ -141,7 +143,7 @@ def write_snapshot(
             _write(file, image, arenas, used_slots, block_bytes or [[]] * len(arenas))
     except OSError as error:
         fix = _FIXES.get(error.errno or 0, "check the disk")
-        if not path.parent.is_dir():
+        if error.errno in _NO_FOLDER and not os.path.isdir(path.parent):
             fix = f"create the folder {path.parent}"
         raise SnapshotError(
             f"{path} cannot be written: {error.strerror or error}. A file that had this name is "

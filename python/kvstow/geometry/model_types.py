@@ -13,6 +13,7 @@ from typing import Final
 # configs do not say so.
 WINDOW_PERIODS: Final = {
     "cohere2": 4,
+    "cohere2_moe": 4,
     "gemma2": 2,
     "gemma3": 6,
     "gemma3_text": 6,

@@ -151,7 +151,9 @@ def longest_table(trace: Trace, model: ReplayModel, config: ReplayConfig) -> int
     """
     longest = max(trace.requests, key=lambda request: request.total_tokens)
     num_slots = longest.total_tokens + config.lookahead_tokens
-    num_needed = sum(group.most_blocks(num_slots, config.max_step_tokens) for group in model.groups)
+    # A step also grants slots for drafts.
+    num_of_step = config.max_step_tokens + config.lookahead_tokens
+    num_needed = sum(group.most_blocks(num_slots, num_of_step) for group in model.groups)
     num_usable = config.device_blocks - 1
     if num_needed > num_usable:
         raise ConfigError(

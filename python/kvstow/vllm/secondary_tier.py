@@ -160,9 +160,10 @@ class KVStowDisk(SecondaryTierManager):
                     f"the secondary tier {tier_type} has no {name}; add it beside its type"
                 )
         for name, value in (("path", path), ("weights_version_path", weights_version_path)):
-            if value is not None and not is_path(value):
+            if value is not None and (not is_path(value) or str(value).startswith(("~", "$"))):
                 raise ConfigError(
-                    f"the secondary tier {tier_type} has {name} {value!r}; pass the name of a file"
+                    f"the secondary tier {tier_type} has {name} {value!r}; pass the name of a file "
+                    "that does not begin with ~ or $, because nothing replaces them here"
                 )
         if unknown:
             logger.warning(
