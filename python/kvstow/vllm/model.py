@@ -220,11 +220,21 @@ class Model:
         vLLM keys blocks up to where a hit can end, and then one more if hits drop the last one. If
         they are smaller than those of another group, some are full before.
         """
-        kind = self.groups[group]
-        num_hit = num_tokens // self.tokens_per_hit * self.tokens_per_hit
-        if num_hit and isinstance(kind, FullAttention | SlidingWindow) and kind.drops_last_block:
-            num_hit += kind.block_size
-        return min(num_tokens, num_hit) // kind.block_size
+        size, num_dropped = self._sizes[group]
+        unit = self.tokens_per_hit
+        if unit != size:
+            num_hit = num_tokens // unit * unit
+            num_tokens = min(num_tokens, num_hit + num_dropped if num_hit else 0)
+        return num_tokens // size
+
+    @cached_property
+    def _sizes(self) -> list[tuple[int, int]]:
+        """Per group, the tokens of a block, and those that a hit drops at its end."""
+        drops = (getattr(group, "drops_last_block", False) for group in self.groups)
+        return [
+            (group.block_size, group.block_size if does_drop else 0)
+            for group, does_drop in zip(self.groups, drops, strict=True)
+        ]
 
     def block_hash(self, request: Request, index: int, group: int) -> bytes:
         """Return the hash of a request's block: the last of those that the block covers."""
