@@ -1,6 +1,6 @@
 """Which variables of the environment shape blocks: all that are not known to shape none.
 
-vLLM reads more than 300 variables. By some it rounds weights, activations or sums otherwise, chooses
+vLLM reads over 300 variables. By some it rounds weights, activations or sums otherwise, chooses
 kernels that do, orders the numbers of a block otherwise, or takes other frames of a video. A later
 version of vLLM may have more of them. So each variable of vLLM's counts if it is set, also to its
 default, because vLLM may prefer a kernel then. Only those count as nothing that are listed here.
