@@ -24,6 +24,11 @@ def is_path(given: object) -> TypeGuard[str | os.PathLike[str]]:
         return False
 
 
+def is_for_shell(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path begins with what only a shell replaces: ~ or a variable."""
+    return os.fspath(path).startswith(("~", "$"))
+
+
 def read_clock(clock: Callable[[], float]) -> float:
     """Return the seconds on a clock that the user has passed.
 

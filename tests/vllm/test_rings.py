@@ -64,6 +64,14 @@ needs_replay = pytest.mark.skipif(
 )
 
 
+def live(engine: Simulated, seed: int) -> None:
+    """Run random requests, and check what they read from the host."""
+    life = Life(engine, seed)
+    life.go(400)
+    assert life.num_host_tokens > 500, "too few hits to prove anything"
+    engine.close()
+
+
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("num_in_flight", [1, 2], ids=["sync", "async"])
 def test_requests_read_their_own_kv_beside_rings(
@@ -79,10 +87,17 @@ def test_requests_read_their_own_kv_beside_rings(
         settings={"scheduling_policy": "priority"},
     )
     assert engine.half.tier.model.group_ids == (1, 3)
-    life = Life(engine, num_in_flight)
-    life.go(400)
-    assert life.num_host_tokens > 500, "too few hits to prove anything"
-    engine.close()
+    live(engine, num_in_flight)
+
+
+def test_a_copy_into_the_wrong_group_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control of the test above."""
+    engine = Simulated(
+        folder, {"num_cpu_blocks": 400}, specs=(RING, FULL, MLA_WINDOW), num_blocks=90
+    )
+    monkeypatch.setattr(Model, "own", lambda _, of_each: of_each[-1:0:-1])
+    with pytest.raises(WrongKV):
+        Life(engine, 0).go(400)
 
 
 @needs_replay
@@ -101,10 +116,7 @@ def test_requests_read_their_own_kv_if_windows_are_computed_again(
     )
     model = engine.half.tier.model
     assert model.group_ids == (2,) and model.replayed_tokens == 32
-    life = Life(engine, num_in_flight)
-    life.go(400)
-    assert life.num_host_tokens > 500, "too few hits to prove anything"
-    engine.close()
+    live(engine, num_in_flight)
 
 
 @pytest.mark.parametrize(("start", "given"), [(96, 128), (0, 100)])
@@ -155,16 +167,6 @@ def test_the_horizon_counts_groups_that_are_left_out(folder: Path) -> None:
     if hasattr(MLA_WINDOW, "bounded_replay"):
         window = replace(MLA_WINDOW, bounded_replay=True)
         assert _horizon_blocks(Model.of(cache_config(window, FULL)), config) == 2 * of_tokens
-
-
-def test_a_copy_into_the_wrong_group_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the test above."""
-    engine = Simulated(
-        folder, {"num_cpu_blocks": 400}, specs=(RING, FULL, MLA_WINDOW), num_blocks=90
-    )
-    monkeypatch.setattr(Model, "own", lambda _, of_each: of_each[-1:0:-1])
-    with pytest.raises(WrongKV):
-        Life(engine, 0).go(400)
 
 
 def deepseek_v4(num_layers: int) -> dict[str, Any]:
@@ -261,10 +263,7 @@ def test_requests_of_deepseek_v4_read_their_own_kv(
         num_blocks=160,
         num_in_flight=num_in_flight,
     )
-    life = Life(engine, num_in_flight)
-    life.go(400)
-    assert life.num_host_tokens > 500, "too few hits to prove anything"
-    engine.close()
+    live(engine, num_in_flight)
 
 
 @pytest.mark.parametrize("retention", [0, 64, None])

@@ -54,10 +54,10 @@ from vllm import version as vllm_version
 from kvstow import ConfigError, __version__
 from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
+from kvstow.vllm.digest import digest_of
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options, path_of_engine
 from kvstow.vllm.shaping import (
-    digest_of,
     has_code_elsewhere,
     loads_of,
     models_of,

@@ -15,7 +15,7 @@ from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypeVar
 
 from kvstow import ConfigError
-from kvstow.arguments import is_path
+from kvstow.arguments import is_for_shell, is_path
 from kvstow.sizes import parse_bytes
 
 MIN_TRACE_BYTES = 1 << 20
@@ -123,7 +123,7 @@ def read_path(name: str, value: object) -> str:
     text = read_text(name, value)
     if not is_path(text):
         raise _refused(name, value, "the name of a file")
-    if text.startswith(("~", "$")):
+    if is_for_shell(text):
         raise _refused(name, value, f"a whole path, because nothing replaces {text[0]} here")
     return text
 

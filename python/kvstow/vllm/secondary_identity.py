@@ -18,8 +18,9 @@ from vllm import platforms
 from vllm import version as vllm_version
 
 from kvstow.tiers import Fingerprint
+from kvstow.vllm.digest import digest_of
 from kvstow.vllm.identity import content_of, folders_of, why_private
-from kvstow.vllm.shaping import digest_of, shaping
+from kvstow.vllm.shaping import shaping
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

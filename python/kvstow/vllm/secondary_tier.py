@@ -55,7 +55,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstow import ConfigError, TransferError
-from kvstow.arguments import is_path
+from kvstow.arguments import is_for_shell, is_path
 from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
@@ -160,7 +160,7 @@ class KVStowDisk(SecondaryTierManager):
                     f"the secondary tier {tier_type} has no {name}; add it beside its type"
                 )
         for name, value in (("path", path), ("weights_version_path", weights_version_path)):
-            if value is not None and (not is_path(value) or str(value).startswith(("~", "$"))):
+            if value is not None and (not is_path(value) or is_for_shell(value)):
                 raise ConfigError(
                     f"the secondary tier {tier_type} has {name} {value!r}; pass the name of a file "
                     "that does not begin with ~ or $, because nothing replaces them here"

@@ -5,7 +5,6 @@ And whether weights or code may come from more than the files of the model.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from transformers import __version__ as transformers_version
 from vllm.utils.flashinfer import has_flashinfer
 
 from kvstow import ConfigError
+from kvstow.vllm.digest import digest_of
 from kvstow.vllm.variables import variables
 
 if TYPE_CHECKING:
@@ -229,8 +229,3 @@ def _auto_map(file: Path) -> Any:
         return json.loads(file.read_bytes()).get("auto_map")
     except (OSError, ValueError, AttributeError):
         return None
-
-
-def digest_of(value: object) -> str:
-    """Return a digest of what a value says of itself."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:32]

@@ -8,11 +8,12 @@ default, because vLLM may prefer a kernel then. Only those count as nothing that
 
 from __future__ import annotations
 
-import hashlib
 import os
 from typing import Final
 
 from vllm import envs
+
+from kvstow.vllm.digest import digest_of
 
 # Variables that vLLM does not list: of libraries that round matrix products of 32 bits to fewer, of
 # an earlier vLLM, of its processor of `dots3_note`, which compresses the frames of a video, and
@@ -160,5 +161,5 @@ def variables() -> str:
     names = sorted(({*envs.environment_variables, *_UNLISTED} - _NOT_COUNTED) & {*os.environ})
     if not names:
         return ""
-    values = hashlib.sha256(repr([(name, os.environ[name]) for name in names]).encode())
-    return f"{' '.join(names)[:_MAX_TEXT]} {values.hexdigest()[:32]}"
+    values = digest_of([(name, os.environ[name]) for name in names])
+    return f"{' '.join(names)[:_MAX_TEXT]} {values}"
