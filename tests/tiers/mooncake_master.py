@@ -28,9 +28,16 @@ def missing() -> str:
 class Master:
     """A master process, which knows where blocks are."""
 
-    def __init__(self, folder: Path, lease_ms: int = 200) -> None:
-        """Start it. A block that was read stays for `lease_ms`."""
-        self._lease_ms = lease_ms
+    def __init__(self, folder: Path, lease_ms: int = 200, client_ttl_s: int = 30) -> None:
+        """Start it.
+
+        Args:
+            folder: where its log goes.
+            lease_ms: for how long a block that was read stays.
+            client_ttl_s: after how long without a word a client has ended, and its memory with it.
+                A machine may stand still for seconds.
+        """
+        self._lease_ms, self._client_ttl_s = lease_ms, client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()
         self._log = folder / "master.log"
         self.start()
@@ -49,7 +56,7 @@ class Master:
             "rpc_address": "127.0.0.1",
             "rpc_port": self.port,
             "metrics_port": self._metrics_port,
-            "client_ttl": 2,
+            "client_ttl": self._client_ttl_s,
             "default_kv_lease_ttl": self._lease_ms,
         }
         args = [f"--{name}={value}" for name, value in options.items()]

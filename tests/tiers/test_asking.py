@@ -14,7 +14,15 @@ from tests.interrupts import is_interrupted
 
 from kvstow import ConfigError, KvstowError, StateError, TransferError
 from kvstow.tiers import asking
-from kvstow.tiers.asking import MAX_KEYS, Answer, Asker, Key, Question
+from kvstow.tiers.asking import (
+    DEFAULT_CALL_S,
+    DEFAULT_WAIT_S,
+    MAX_KEYS,
+    Answer,
+    Asker,
+    Key,
+    Question,
+)
 from kvstow.tiers.breaker import Breaker
 
 LONG_S = 20.0
@@ -37,6 +45,7 @@ class Simulated:
         held: the keys that it has.
         is_open: whether answers go through at once.
         calls: the keys of each call.
+        limits_s: the seconds that each call may take.
         fails: whether calls raise.
         error: why answers lack keys.
     """
@@ -46,12 +55,13 @@ class Simulated:
     fails: bool = False
     error: KvstowError | None = None
     calls: list[list[Key]] = field(default_factory=list)
+    limits_s: list[float] = field(default_factory=list)
     begun: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     allowed: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     is_closed: bool = False
 
     def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
-        assert limit_s > 0
+        self.limits_s.append(limit_s)
         self.calls.append(list(keys))
         answer = [key in self.held for key in keys]
         self.begun.release()
@@ -136,6 +146,13 @@ def test_a_question_is_pending_until_its_deadline(
     assert question.found == [False]
     assert answer(asker.ask([key(1)])) == [True]
     assert len(store.calls) == 1
+
+
+def test_the_store_may_take_as_long_as_a_request_waits(store: Simulated) -> None:
+    for seconds in (DEFAULT_WAIT_S, 5.0):
+        with Asker(lambda: store, wait_s=seconds) as asker:
+            answer(asker.ask([key(1)]))
+    assert store.limits_s == [DEFAULT_CALL_S, 5.0]
 
 
 def test_a_question_that_waits_too_long_for_its_turn_is_late_and_not_failed(

@@ -303,7 +303,8 @@ NO_SPACE = -200  # what a full store answers
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[Master]:
     # A block may leave while a server reads it, once its lease is over. Busy machines read slowly.
-    master = Master(tmp_path, lease_ms=5000)
+    # An owner that is killed has ended soon.
+    master = Master(tmp_path, lease_ms=5000, client_ttl_s=2)
     yield master
     master.kill()
 

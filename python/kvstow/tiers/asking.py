@@ -213,8 +213,8 @@ class Asker(Closing):
         Args:
             connect: opens the store, in the asker's thread.
             wait_s: the most seconds that a request waits for an answer.
-            call_s: the most seconds that the store may take. An answer that comes too late for its
-                request still serves those after it.
+            call_s: the most seconds that the store may take, and never less than `wait_s`. An
+                answer that comes too late for its request still serves those after it.
             keep_s: seconds for which an answer is kept.
             max_cached_keys: the most answers that are kept.
             clock: what all these seconds are measured with.
@@ -228,7 +228,7 @@ class Asker(Closing):
         fix = "pass how many answers to keep"
         self._max_cached = checked_int("max_cached_keys", max_cached_keys, 1, 2**31 - 1, fix)
         self._connect, self.clock = connect, clock
-        self._wait_s, self._call_s, self._keep_s = wait_s, call_s, keep_s
+        self._wait_s, self._call_s, self._keep_s = wait_s, max(wait_s, call_s), keep_s
         self.breaker: Final = Breaker(clock=clock)
         self.stats: Final = AskerStats()
         self.epoch = 0
