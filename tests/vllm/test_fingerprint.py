@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, WINDOW, cache_config
+from transformers import PretrainedConfig
 from vllm import envs
 from vllm import version as vllm_version
 from vllm.config import (
@@ -42,6 +44,11 @@ class _Json(SimpleNamespace):
         return repr(sorted(vars(self).items()))
 
 
+class _Model(SimpleNamespace):
+    def compute_hash(self) -> str:
+        return repr([self.hf_config.to_json_string(), getattr(self, "max_model_len", None)])
+
+
 class World:
     """A server's configuration and memory, which a test changes."""
 
@@ -55,13 +62,12 @@ class World:
         self.blocks_per_block = 1  # those of the kernel
         folder.mkdir(exist_ok=True)
         (folder / "weights").write_text("weights")
-        model = SimpleNamespace(
+        model = _Model(
             model=str(folder),
             revision=None,
             dtype=torch.float32,
             hf_config=_Json(layers=2),
             multimodal_config=None,
-            compute_hash=lambda: "hash",
         )
         self.config = SimpleNamespace(
             model_config=model,
@@ -132,6 +138,8 @@ OTHERS: dict[str, Change] = {
     ),
     "dtype": of("config.model_config.dtype", torch.bfloat16),
     "dtype of the KV": of("config.cache_config.cache_dtype", "fp8"),
+    "layers whose KV keeps the dtype": of("config.cache_config.kv_cache_dtype_skip_layers", ["0"]),
+    "class of the workers": of("config.parallel_config.worker_cls", "acme.Worker"),
     "hash algorithm": of("config.cache_config.prefix_caching_hash_algo", "xxhash"),
     "tokens of a hash": of("config.cache_config.hash_block_size", 8),
     "configuration of the model": of("config.model_config.hf_config", _Json(layers=3)),
@@ -322,19 +330,25 @@ OF_SOME_VERSIONS = {
 }
 
 
+# Settings of a model that 0.30 or 0.31 lacks.
+OF_LATER_VERSIONS = {"sleep_mode_offload_cudagraph", "sleep_preserve_parameter_names"}
+
+
 def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     """A new name would leave a setting out."""
 
     def settings(cls: Any) -> set[str]:
         return {field.name for field in fields(cls)}
 
-    assert set(shaping_module._OF_STATES) <= settings(CacheConfig)
-    of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size"}
+    assert {*shaping_module._OF_STATES, "kv_cache_dtype_skip_layers"} <= settings(CacheConfig)
+    of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size", "worker_cls"}
     assert of_ranks <= settings(ParallelConfig)
     assert {"mamba_config", "additional_config", "lora_config"} <= settings(VllmConfig)
     assert isinstance(ModelConfig.is_moe, property)
     assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
-    assert "mm_encoder_fp8_scale_path" in settings(MultiModalConfig)
+    of_images = {*shaping_module._OF_NO_NUMBERS, "mm_encoder_fp8_scale_path"}
+    assert of_images <= settings(MultiModalConfig)
+    assert {*shaping_module._OF_NO_BLOCK} - settings(ModelConfig) <= OF_LATER_VERSIONS
     gone = variables_module._NOT_COUNTED - {*envs.environment_variables}
     assert gone <= OF_SOME_VERSIONS
     assert not variables_module._UNLISTED & envs.environment_variables.keys()
@@ -351,23 +365,39 @@ def test_named_kernels_of_vllm_are_in_a_fingerprint() -> None:
     assert all("warmup" not in name and "autotune" not in name for name in named)
 
 
-def test_servers_with_other_numbers_for_images_do_not_share(
-    worlds: tuple[World, World], tmp_path: Path
+def _scales(world: World, path: str, _: pytest.MonkeyPatch) -> None:
+    world.config.model_config.multimodal_config = SimpleNamespace(mm_encoder_fp8_scale_path=path)
+
+
+def _quantization(world: World, path: str, _: pytest.MonkeyPatch) -> None:
+    world.config.model_config.hf_config.quantization_config_file = path
+
+
+def _variable(_: World, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", path)
+
+
+@pytest.mark.parametrize("name", [_scales, _quantization, _variable])
+def test_servers_with_other_files_that_settings_name_do_not_share(
+    worlds: tuple[World, World],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: Callable[[World, str, pytest.MonkeyPatch], None],
 ) -> None:
-    """The scales of an 8-bit encoder are in a file."""
-    scales = tmp_path / "scales.json"
-    scales.write_text("1")
+    """As the scales of an 8-bit encoder, and how the weights are quantized."""
+    file = tmp_path / "file.json"
+    file.write_text("1")
     for world in worlds:
-        world.config.model_config.multimodal_config = SimpleNamespace(
-            mm_encoder_fp8_scale_path=str(scales)
-        )
+        name(world, str(file), monkeypatch)
     before = worlds[0].digest()
     assert worlds[1].digest() == before
-    scales.write_text("2")
+    file.write_text("2")
     assert worlds[1].digest() != before
-    scales.write_text("1")
-    scales.unlink()
-    with pytest.raises(ConfigError, match=r"mm_encoder_fp8_scale_path .* cannot be read"):
+    file.unlink()
+    if name is _variable:  # vLLM takes the value for the setting itself then
+        assert worlds[1].digest() != before
+        return
+    with pytest.raises(ConfigError, match=r" is '.*file.json', which cannot be read"):
         worlds[1].digest()
 
 
@@ -441,7 +471,7 @@ def test_servers_with_other_plugins_of_vllm_do_not_share(
 def test_drafts_with_a_loader_of_their_own_are_not_shared(worlds: tuple[World, World]) -> None:
     for world in worlds:
         world.config.speculative_config = SimpleNamespace(
-            draft_model_config=world.config.model_config, draft_load_config=None
+            draft_model_config=copy.copy(world.config.model_config), draft_load_config=None
         )
     before = worlds[0].digest()
     assert worlds[1].digest() == before
@@ -468,6 +498,14 @@ SAME: dict[str, Change] = {
     "number of blocks": of("num_blocks", NUM_BLOCKS // 2),
     "data-parallel engine": of("config.parallel_config.data_parallel_index", 1),
     "warm-up of kernels": of("config.kernel_config.enable_jit_warmup", False),
+    "threads that load weights": of(
+        "config.load_config.model_loader_extra_config", {"enable_multithread_load": True}
+    ),
+    "drafts from n-grams": lambda world: setattr(
+        world.config,
+        "speculative_config",
+        SimpleNamespace(draft_model_config=world.config.model_config, draft_load_config=None),
+    ),
     "options of kvstow": lambda world: world.options.update(num_cpu_blocks=7),
 }
 
@@ -476,6 +514,51 @@ SAME: dict[str, Change] = {
 def test_servers_that_compute_the_same_bytes_share(worlds: tuple[World, World], name: str) -> None:
     SAME[name](worlds[1])
     assert worlds[1].digest() == worlds[0].digest()
+
+
+OF_MODELS = [field.name for field in fields(cast(Any, ModelConfig))]
+
+
+def _configured(**settings: Any) -> Any:
+    """Return vLLM's own configuration of a model, without what it would ask its code for."""
+    model = object.__new__(ModelConfig)
+    given = {"hf_config": PretrainedConfig(), "multimodal_config": None}
+    vars(model).update(dict.fromkeys(OF_MODELS) | given | settings)
+    return model
+
+
+@pytest.mark.parametrize("name", sorted({*shaping_module._OF_NO_BLOCK} & {*OF_MODELS}))
+def test_settings_of_vllm_that_shape_no_block_do_not_count(name: str) -> None:
+    first, second = _configured(), _configured(**{name: "another"})
+    assert first.compute_hash() != second.compute_hash()
+    assert shaping_module._settings(first) == shaping_module._settings(second)
+    assert getattr(second, name) == "another", "the configuration itself stays"
+
+
+@pytest.mark.parametrize("name", shaping_module._OF_NO_NUMBERS)
+def test_settings_of_images_that_change_no_numbers_do_not_count(name: str) -> None:
+    first, second, third = (MultiModalConfig() for _ in range(3))
+    setattr(second, name, "another")
+    third.mm_processor_kwargs = {"max_pixels": 9}
+    texts = [repr(shaping_module._media(each)) for each in (first, second, third)]
+    assert repr(first) != repr(second) and texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("given", [-1, 512])
+def test_a_length_that_vllm_fits_to_its_memory_does_not_count(given: int) -> None:
+    """With `--max-model-len auto` it differs with each start."""
+    first, second = (
+        _configured(original_max_model_len=given, max_model_len=length) for length in (300, 200)
+    )
+    has_fitted = given == -1
+    assert (shaping_module._settings(first) == shaping_module._settings(second)) == has_fitted
+
+
+@pytest.mark.parametrize("parts", [(1, 2), ({1}, {2})], ids=["JSON", "no JSON"])
+def test_the_configuration_of_a_model_counts(parts: tuple[object, object]) -> None:
+    """Also if it is no JSON, as a model's own code may make one. vLLM starts with it."""
+    first, second = (_configured(hf_config=PretrainedConfig(part=part)) for part in parts)
+    assert shaping_module._settings(first) != shaping_module._settings(second)
 
 
 def test_files_that_have_not_changed_are_read_once(

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +86,19 @@ def test_a_model_of_another_hub_is_private(
     assert identity(REPOSITORY).why_private
 
 
+@pytest.mark.parametrize(
+    "load",
+    [
+        {"load_format": "instanttensor"},
+        {"model_loader_extra_config": {"enable_multithread_load": True, "num_threads": 8}},
+    ],
+)
+def test_weights_that_are_read_in_another_way_are_not_private(
+    cached: Path, load: dict[str, Any]
+) -> None:
+    assert not identity(str(cached), load=load).why_private
+
+
 def test_weights_that_a_trainer_sends_are_private(cached: Path) -> None:
     assert identity(str(cached), weight_transfer_config=object()).why_private
 
@@ -96,21 +109,41 @@ def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> 
     assert identity(str(cached), hf_config={"text_model_id": "someone/else"}).why_private
 
 
-@pytest.mark.parametrize("map_", [{"AutoModel": "x.Y"}, {"AutoModel": "someone/else--x.Y"}])
-@pytest.mark.parametrize("is_in_config", [True, False])
+@pytest.mark.parametrize(
+    "map_",
+    [
+        {"AutoProcessor": "x.Y"},
+        {"AutoProcessor": "someone/else--x.Y"},
+        {"AutoTokenizer": ["someone/else--x.Y", None]},  # the hash of a block has the tokens
+    ],
+    ids=["own", "other", "other tokenizer"],
+)
+@pytest.mark.parametrize(
+    ("file", "path"),
+    [
+        (None, ()),
+        ("preprocessor_config.json", ()),
+        ("processor_config.json", ("image_processor",)),  # as Transformers 5 writes it
+        ("tokenizer_config.json", ()),
+    ],
+)
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_a_model_whose_code_is_in_another_repository_is_private(
-    cached: Path, map_: dict[str, str], is_in_config: bool, is_trusted: bool
+    cached: Path, map_: dict[str, Any], file: str | None, path: Sequence[str], is_trusted: bool
 ) -> None:
     """The code may change there, and no file of the model shows it."""
-    if not is_in_config:
-        (cached / "preprocessor_config.json").write_text(json.dumps({"auto_map": map_}))
+    if file is not None:
+        content: dict[str, Any] = {"auto_map": map_}
+        for part in path:
+            content = {part: content}
+        (cached / file).write_text(json.dumps(content))
     found = identity(
         str(cached),
-        hf_config={"auto_map": map_ if is_in_config else None},
+        hf_config={"auto_map": map_ if file is None else None},
         trust={"trust_remote_code": is_trusted},
     )
-    assert bool(found.why_private) == (is_trusted and "--" in map_["AutoModel"])
+    is_elsewhere = "--" in map_.get("AutoProcessor", "")
+    assert bool(found.why_private) == (is_trusted and is_elsewhere)
 
 
 def test_a_model_with_code_of_another_revision_is_private(cached: Path) -> None:
@@ -304,7 +337,7 @@ def fingerprint(model: Path, algorithm: str = "sha256") -> Fingerprint:
         dtype="float32",
         compute_hash=lambda: "hash",
         multimodal_config=None,
-        hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
+        hf_config=SimpleNamespace(),
     )
     sizes = {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     whose = identity(

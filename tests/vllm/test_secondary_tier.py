@@ -100,15 +100,21 @@ class Spec:
         self.blocks_per_chunk = 1
 
 
+class Model(SimpleNamespace):
+    """What a tier reads of vLLM's `ModelConfig`."""
+
+    def compute_hash(self) -> str:
+        return str(self.hf_config.rope)
+
+
 def configuration(name: str) -> SimpleNamespace:
     """Return what a tier reads of vLLM's `VllmConfig`."""
-    model = SimpleNamespace(
+    model = Model(
         model=name,
         revision=None,
         dtype="float32",
-        hf_config=SimpleNamespace(to_json_string=lambda: "{}"),
+        hf_config=SimpleNamespace(rope=1),
         multimodal_config=None,
-        compute_hash=lambda: "hash",
     )
     return SimpleNamespace(
         model_config=model,
@@ -401,7 +407,12 @@ def test_another_number_of_engines_shapes_no_chunk(
 
 
 def _other_rope(config: Any) -> None:
-    config.model_config.hf_config.to_json_string = lambda: '{"rope_theta": 5}'
+    config.model_config.hf_config.rope = 5
+
+
+def _other_dtypes(config: Any) -> None:
+    """Layers have other dtypes, and all of them together as many bytes."""
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
 
 
 def _other_interleaving(config: Any) -> None:
@@ -418,8 +429,8 @@ def _drafts(config: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_other_rope, _other_interleaving, _other_state, _drafts],
-    ids=["rope", "interleaving", "state", "rows of a state for drafts"],
+    [_other_rope, _other_dtypes, _other_interleaving, _other_state, _drafts],
+    ids=["rope", "dtypes", "interleaving", "state", "rows of a state for drafts"],
 )
 def test_other_settings_of_the_model_are_refused(
     make: Make, tmp_path: Path, change: Callable[[Any], object]
@@ -430,7 +441,7 @@ def test_other_settings_of_the_model_are_refused(
     world = make(**options)
     world.store(KEYS[:4])
     world.close()
-    with pytest.raises(ConfigError, match=r"model|context_parallel|states"):
+    with pytest.raises(ConfigError, match=r"model|kv_dtype|context_parallel|states"):
         make(change=change, **options)
     again = make(change=change, on_mismatch="reset", **options)
     assert not any(again.has(key) for key in KEYS)
@@ -508,7 +519,7 @@ def _other_parts(config: Any) -> None:
 
 
 def _draft_of_a_hub(config: Any) -> None:
-    draft = SimpleNamespace(**vars(config.model_config) | {"model": "someone/draft"})
+    draft = Model(**vars(config.model_config) | {"model": "someone/draft"})
     config.speculative_config = SimpleNamespace(draft_model_config=draft)
 
 

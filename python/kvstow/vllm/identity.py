@@ -25,7 +25,9 @@ and what prevents it:
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its
   version, because its processors turn images into the model's input.
-- Code of the model from a plugin of vLLM: the names and versions of the packages.
+- Code of the model from a plugin of vLLM: the names and versions of the packages. From a class of
+  workers: its name.
+- Other content of a file that a setting or a variable names: the content.
 - Another order of the layers in a slot, by another version of kvstow: its version.
 - Another order of the numbers in tensors of one shape, as vLLM's CPU kernels have it for each
   instruction set: the kernels' names.

@@ -5,9 +5,11 @@ And whether weights or code may come from more than the files of the model.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from transformers import __version__ as transformers_version
 from vllm.utils.flashinfer import has_flashinfer
 
-from kvstow import ConfigError
-from kvstow.vllm.digest import digest_of
+from kvstow.vllm.digest import content_named, digest_of
 from kvstow.vllm.variables import variables
 
 if TYPE_CHECKING:
@@ -24,8 +25,20 @@ if TYPE_CHECKING:
 
 # The loaders of vLLM that read all weights from the files of the model.
 _FROM_FILES: Final = frozenset(
-    ("auto", "hf", "safetensors", "fastsafetensors", "pt", "npcache", "mistral", "sharded_state")
+    (
+        "auto",
+        "fastsafetensors",
+        "hf",
+        "instanttensor",
+        "mistral",
+        "npcache",
+        "pt",
+        "safetensors",
+        "sharded_state",
+    )
 )
+# What a loader may be told that changes no weights.
+_HOW_TO_READ: Final = ("enable_multithread_load", "num_threads", "enable_weights_track")
 # The plugins that vLLM loads into the processes of an engine.
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
 # Settings of vLLM's cache that say of which types a recurrent state is, and what it buffers.
@@ -36,14 +49,39 @@ _OF_STATES: Final = (
     "use_replayssm",
     "replayssm_buffer_len",
 )
+# Settings of a model that its hash has, and that shape no block: what answers show, and sleep.
+_OF_NO_BLOCK: Final = (
+    "enable_cumem_allocator",
+    "enable_nccl_comm_suspend",
+    "enable_sleep_mode",
+    "generation_config",
+    "max_logprobs",
+    "override_generation_config",
+    "renderer_num_workers",
+    "sleep_mode_backend",
+    "sleep_mode_offload_cudagraph",
+    "sleep_preserve_parameter_names",
+)
+# The same of images and videos: caches, memory, and ways between processes.
+_OF_NO_NUMBERS: Final = (
+    "mm_ipc_gpu_memory_gb",
+    "mm_processor_cache_gb",
+    "mm_processor_cache_type",
+    "mm_shm_cache_max_object_size_mb",
+    "mm_tensor_ipc",
+    "skip_mm_profiling",
+)
 # Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
 _OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
-# What Transformers reads for images, audio and video.
+# Where Transformers looks for the code that reads images, audio and video.
 _PROCESSORS: Final = (
     "preprocessor_config.json",
     "processor_config.json",
+    "tokenizer_config.json",
     "video_preprocessor_config.json",
 )
+# The tokens are in a block's hash, whatever code makes them.
+_OF_TOKENS: Final = "AutoTokenizer"
 # Between the name of a repository and that of a class.
 _OTHER_REPOSITORY: Final = "--"
 
@@ -58,19 +96,17 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
     return {
         "transformers": transformers_version,
         "plugins": ", ".join(sorted(_plugins())),
+        # A class of the user's may build another model, or load other weights.
+        "worker": str(getattr(parallel, "worker_cls", None)),
         "model": digest_of(
             [
-                (
-                    own.compute_hash(),
-                    own.hf_config.to_json_string(),
-                    _media(own.multimodal_config),
-                )
+                (_settings(own), _quantization(own), _media(own.multimodal_config))
                 for own in models_of(config).values()
             ]
         ),
-        "loader": digest_of([(load.load_format, load.model_loader_extra_config) for load in loads]),
+        "loader": digest_of([(load.load_format, _what_to_read(load)) for load in loads]),
         "dtype": str(config.model_config.dtype),
-        "kv_dtype": str(config.cache_config.cache_dtype),
+        "kv_dtype": _kv_dtype(config.cache_config),
         "draft_kv_dtype": str(getattr(config.speculative_config, "kv_cache_dtype", None)),
         "states": digest_of(_states(config)),
         "variables": variables(),
@@ -86,6 +122,41 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
             ]
         ),
     }
+
+
+def _settings(model: Any) -> str:
+    """Return vLLM's hash of what may shape blocks of a model, its configuration included."""
+    own = _without(model, _OF_NO_BLOCK)
+    if getattr(own, "original_max_model_len", None) == -1:
+        # vLLM shortens it to what fits in memory, which differs with each start, but has built the
+        # model for the longest.
+        own.max_model_len = -1
+    return str(own.compute_hash())
+
+
+def _without(settings: Any, names: Iterable[str]) -> Any:
+    """Return a copy of settings in which those with these names are all equal."""
+    own = copy.copy(settings)
+    for name in names:
+        setattr(own, name, None)
+    return own
+
+
+def _quantization(model: Any) -> bytes | None:
+    """Return the file that `--hf-overrides` names for the quantization of the weights.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = getattr(model.hf_config, "quantization_config_file", None)
+    return None if path is None else content_named("quantization_config_file", path)
+
+
+def _kv_dtype(cache: Any) -> str:
+    """Return the dtype of keys and values, and which layers keep that of the model."""
+    skipped = getattr(cache, "kv_cache_dtype_skip_layers", None)
+    dtype = str(cache.cache_dtype)
+    return f"{dtype}, not in {digest_of(sorted(map(str, skipped)))}" if skipped else dtype
 
 
 def _states(config: VllmConfig) -> list[Any]:
@@ -139,15 +210,10 @@ def _media(settings: Any) -> list[Any]:
     """
     if settings is None:
         return []
-    scales = getattr(settings, "mm_encoder_fp8_scale_path", None)
-    try:
-        content = None if scales is None else Path(scales).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"mm_encoder_fp8_scale_path is {scales!r}, which cannot be read ({error.strerror}): "
-            "make it readable, or remove the tier below the host"
-        ) from error
-    return [settings, content]
+    name = "mm_encoder_fp8_scale_path"
+    scales = getattr(settings, name, None)
+    content = None if scales is None else content_named(name, scales)
+    return [_without(settings, _OF_NO_NUMBERS), content]
 
 
 def _plugins() -> set[str]:
@@ -168,7 +234,9 @@ def models_of(config: VllmConfig) -> dict[str, Any]:
     """Return the served model, and the draft model if there is one."""
     models = {"weights": config.model_config}
     draft = getattr(config.speculative_config, "draft_model_config", None)
-    return models if draft is None else models | {"draft_weights": draft}
+    # Drafts that no model makes, as those from n-grams, have the served one here.
+    has_own = draft is not None and draft is not config.model_config
+    return models | {"draft_weights": draft} if has_own else models
 
 
 def loads_of(config: VllmConfig) -> dict[str, Any]:
@@ -183,7 +251,7 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
     from_elsewhere = [
         str(load.load_format)
         for load in loads_of(config).values()
-        if str(load.load_format) not in _FROM_FILES or load.model_loader_extra_config
+        if str(load.load_format) not in _FROM_FILES or _what_to_read(load)
     ]
     loaders = " and ".join(from_elsewhere)
     reasons = {
@@ -197,6 +265,14 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
         ),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _what_to_read(load: Any) -> Any:
+    """Return what a loader is told, without what changes no weights."""
+    told = load.model_loader_extra_config
+    if not isinstance(told, dict):
+        return told
+    return {name: value for name, value in told.items() if name not in _HOW_TO_READ}
 
 
 def _has_parts_elsewhere(model: Any) -> bool:
@@ -218,14 +294,22 @@ def _has_code_elsewhere(model: Any, folder: Path | None) -> bool:
     if not getattr(model, "trust_remote_code", False):
         return False
     maps = [getattr(model.hf_config, "auto_map", None)]
-    maps += [_auto_map(folder / name) for name in _PROCESSORS if folder is not None]
-    classes = json.dumps(maps, default=str)
-    return _OTHER_REPOSITORY in classes or getattr(model, "code_revision", None) is not None
+    if folder is not None:
+        maps += [part.get("auto_map") for name in _PROCESSORS for part in _parts(folder / name)]
+    known = [each for each in maps if isinstance(each, dict)]
+    classes = [where for each in known for name, where in each.items() if name != _OF_TOKENS]
+    is_elsewhere = _OTHER_REPOSITORY in json.dumps(classes, default=str)
+    return is_elsewhere or getattr(model, "code_revision", None) is not None
 
 
-def _auto_map(file: Path) -> Any:
-    """Return where a file of a model says that its classes are; None if it does not."""
-    try:
-        return json.loads(file.read_bytes()).get("auto_map")
-    except (OSError, ValueError, AttributeError):
-        return None
+def _parts(file: Path) -> list[dict[str, Any]]:
+    """Return the objects in a JSON file, those within others included; none if it has none."""
+    parts: list[dict[str, Any]] = []
+
+    def keep(part: dict[str, Any]) -> dict[str, Any]:
+        parts.append(part)
+        return part
+
+    with suppress(OSError, ValueError):
+        json.loads(file.read_bytes(), object_hook=keep)
+    return parts

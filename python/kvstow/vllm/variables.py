@@ -13,7 +13,7 @@ from typing import Final
 
 from vllm import envs
 
-from kvstow.vllm.digest import digest_of
+from kvstow.vllm.digest import content_named, digest_of
 
 # Variables that vLLM does not list: of libraries that round matrix products of 32 bits to fewer, of
 # an earlier vLLM, of its processor of `dots3_note`, which compresses the frames of a video, and
@@ -69,7 +69,7 @@ _NOT_COUNTED: Final = frozenset(
             """,
             # What others count: plugins, and the place of weights.
             """
-            VLLM_PLUGINS VLLM_USE_MODELSCOPE
+            VLLM_MODEL_REDIRECT_PATH VLLM_PLUGINS VLLM_USE_MODELSCOPE
             """,
             # Logs, statistics and checks.
             """
@@ -156,10 +156,19 @@ _MAX_TEXT: Final = 500
 def variables() -> str:
     """Return the variables that are set and may shape blocks: names, and one digest of the values.
 
-    A value may be long, or a secret of which only a later vLLM knows.
+    A value may be long, or a secret of which only a later vLLM knows. It may also name a file.
+
+    Raises:
+        ConfigError: a file that one names cannot be read.
     """
     names = sorted(({*envs.environment_variables, *_UNLISTED} - _NOT_COUNTED) & {*os.environ})
     if not names:
         return ""
-    values = digest_of([(name, os.environ[name]) for name in names])
+    values = digest_of([(name, os.environ[name], _content(name)) for name in names])
     return f"{' '.join(names)[:_MAX_TEXT]} {values}"
+
+
+def _content(name: str) -> bytes | None:
+    """Return the content of the file that a variable names; None if it names none."""
+    value = os.environ[name]
+    return content_named(name, value) if os.path.isfile(value) else None
