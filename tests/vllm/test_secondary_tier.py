@@ -309,7 +309,8 @@ def test_chunks_that_are_used_stay(make: Make) -> None:
 
 
 @says_order
-def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
+@pytest.mark.parametrize("restarts", [False, True], ids=["runs on", "restarts"])
+def test_the_end_of_a_prompt_goes_first(make: Make, restarts: bool) -> None:
     """Without its beginning, nothing finds it."""
     world = make()
     request = world.request("one prompt", KEYS[:8])
@@ -318,6 +319,9 @@ def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
     world.compute(KEYS[4:8], request)
     world.manager.on_request_finished(request)  # before the disk has written
     world.wait()
+    if restarts:
+        world.close()
+        world = make()
     world.store(KEYS[8:11])
     assert [key for key in KEYS if world.has(key)] == KEYS[:5] + KEYS[8:11]
 
@@ -344,9 +348,29 @@ def test_chunks_of_a_request_that_found_them_on_the_cpu_stay(make: Make) -> None
 
 @says_order
 def test_the_beginning_is_kept_if_not_all_chunks_fit(make: Make) -> None:
-    world = make(max_bytes=SlotFile.bytes_for(2, CHUNK))
-    world.store(KEYS[:4])
-    assert [key for key in KEYS if world.has(key)] == KEYS[:2]
+    world = make(max_bytes=SlotFile.bytes_for(6, CHUNK))
+    world.store(KEYS[20:24])
+    request = world.request("longer than the disk", KEYS[:12])
+    for first in range(0, 12, 4):
+        world.compute(KEYS[first : first + 4], request)
+        world.wait()
+    assert [key for key in KEYS if world.has(key)] == KEYS[:6]
+
+
+@says_order
+def test_restarted_server_keeps_the_beginning_of_the_last_prompt(make: Make) -> None:
+    """Its end was written last, and its beginning before other prompts."""
+    world = make()
+    world.store(KEYS[:2])
+    world.store(KEYS[8:12])
+    request = world.request("goes on", [*KEYS[:2], *KEYS[20:22]])
+    world.compute(KEYS[20:22], request)
+    world.wait()
+    world.close()
+    again = make()
+    again.store(KEYS[12:16])
+    kept = [*KEYS[:2], *KEYS[12:16], *KEYS[20:22]]
+    assert [key for key in KEYS if again.has(key)] == kept
 
 
 def test_chunk_that_is_there_is_not_written_again(make: Make) -> None:
@@ -840,7 +864,7 @@ def test_slot_that_a_load_reads_is_not_taken(make: Make, monkeypatch: pytest.Mon
     world.manager.lookup(KEYS[0], request)
     world.end_step()
     slot = world.disk._slots[KEYS[0]]
-    assert slot not in world.disk._taken(NUM_SLOTS)
+    assert slot not in world.disk._taken(KEYS[8 : 8 + NUM_SLOTS], {})
     assert KEYS[0] in world.disk._slots
     assert not list(world.disk.get_finished_jobs()), "a thread still fills the chunk"
     Gate.gate.set()
