@@ -35,8 +35,9 @@ def chunks_before(keys: Sequence[Key], ends: dict[Key, int]) -> list[Key | None]
     for key in keys:
         group, end = get_offload_group_idx(key), ends.get(key, 0)
         if group not in last:
-            earlier = (it for it in ends if ends[it] < end and get_offload_group_idx(it) == group)
-            last[group] = max(earlier, key=ends.__getitem__, default=None)
+            # vLLM notes the chunks of a group in their order, so the last that fits is the nearest.
+            fits = (it for it in reversed(ends) if ends[it] < end)
+            last[group] = next((it for it in fits if get_offload_group_idx(it) == group), None)
         found.append(last[group])
         last[group] = key
     return found
