@@ -436,14 +436,18 @@ def _other_state(config: Any) -> None:
     config.cache_config.mamba_cache_dtype = "float16"
 
 
+def _other_hashes(config: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+
+
 def _drafts(config: Any) -> None:
     config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize(
     "change",
-    [_other_rope, _other_interleaving, _other_state, _drafts],
-    ids=["rope", "interleaving", "state", "rows of a state for drafts"],
+    [_other_rope, _other_interleaving, _other_state, _other_hashes, _drafts],
+    ids=["rope", "interleaving", "state", "hashes", "rows of a state for drafts"],
 )
 def test_other_settings_of_the_model_are_refused(
     make: Make, tmp_path: Path, change: Callable[[Any], object]
@@ -454,7 +458,7 @@ def test_other_settings_of_the_model_are_refused(
     world = make(**options)
     world.store(KEYS[:4])
     world.close()
-    with pytest.raises(ConfigError, match=r"model|context_parallel|states"):
+    with pytest.raises(ConfigError, match=r"model|context_parallel|states|hash '"):
         make(change=change, **options)
     again = make(change=change, on_mismatch="reset", **options)
     assert not any(again.has(key) for key in KEYS)
