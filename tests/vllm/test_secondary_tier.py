@@ -315,7 +315,8 @@ def test_chunks_that_are_used_stay(make: Make) -> None:
 
 
 @says_order
-def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
+@pytest.mark.parametrize("restarts", [False, True], ids=["runs on", "restarts"])
+def test_the_end_of_a_prompt_goes_first(make: Make, restarts: bool) -> None:
     """Without its beginning, nothing finds it."""
     world = make()
     request = world.request("one prompt", KEYS[:8])
@@ -324,6 +325,9 @@ def test_the_end_of_a_prompt_goes_first(make: Make) -> None:
     world.compute(KEYS[4:8], request)
     world.manager.on_request_finished(request)  # before the disk has written
     world.wait()
+    if restarts:
+        world.close()
+        world = make()
     world.store(KEYS[8:11])
     assert [key for key in KEYS if world.has(key)] == KEYS[:5] + KEYS[8:11]
 
@@ -350,9 +354,29 @@ def test_chunks_of_a_request_that_found_them_on_the_cpu_stay(make: Make) -> None
 
 @says_order
 def test_the_beginning_is_kept_if_not_all_chunks_fit(make: Make) -> None:
-    world = make(max_bytes=SlotFile.bytes_for(2, CHUNK))
-    world.store(KEYS[:4])
-    assert [key for key in KEYS if world.has(key)] == KEYS[:2]
+    world = make(max_bytes=SlotFile.bytes_for(6, CHUNK))
+    world.store(KEYS[20:24])
+    request = world.request("longer than the disk", KEYS[:12])
+    for first in range(0, 12, 4):
+        world.compute(KEYS[first : first + 4], request)
+        world.wait()
+    assert [key for key in KEYS if world.has(key)] == KEYS[:6]
+
+
+@says_order
+def test_restarted_server_keeps_the_beginning_of_the_last_prompt(make: Make) -> None:
+    """Its end was written last, and its beginning before other prompts."""
+    world = make()
+    world.store(KEYS[:2])
+    world.store(KEYS[8:12])
+    request = world.request("goes on", [*KEYS[:2], *KEYS[20:22]])
+    world.compute(KEYS[20:22], request)
+    world.wait()
+    world.close()
+    again = make()
+    again.store(KEYS[12:16])
+    kept = [*KEYS[:2], *KEYS[12:16], *KEYS[20:22]]
+    assert [key for key in KEYS if again.has(key)] == kept
 
 
 def test_chunk_that_is_there_is_not_written_again(make: Make) -> None:
@@ -423,14 +447,18 @@ def _other_state(config: Any) -> None:
     config.cache_config.mamba_cache_dtype = "float16"
 
 
+def _other_hashes(config: Any) -> None:
+    config.cache_config.prefix_caching_hash_algo = "sha256_cbor"
+
+
 def _drafts(config: Any) -> None:
     config.speculative_config = SimpleNamespace(num_speculative_tokens=2)
 
 
 @pytest.mark.parametrize(
     "change",
-    [_other_rope, _other_dtypes, _other_interleaving, _other_state, _drafts],
-    ids=["rope", "dtypes", "interleaving", "state", "rows of a state for drafts"],
+    [_other_rope, _other_dtypes, _other_interleaving, _other_state, _other_hashes, _drafts],
+    ids=["rope", "dtypes", "interleaving", "state", "hashes", "rows of a state for drafts"],
 )
 def test_other_settings_of_the_model_are_refused(
     make: Make, tmp_path: Path, change: Callable[[Any], object]
@@ -441,7 +469,7 @@ def test_other_settings_of_the_model_are_refused(
     world = make(**options)
     world.store(KEYS[:4])
     world.close()
-    with pytest.raises(ConfigError, match=r"model|kv_dtype|context_parallel|states"):
+    with pytest.raises(ConfigError, match=r"model|kv_dtype|context_parallel|states|hash '"):
         make(change=change, **options)
     again = make(change=change, on_mismatch="reset", **options)
     assert not any(again.has(key) for key in KEYS)
@@ -851,7 +879,7 @@ def test_slot_that_a_load_reads_is_not_taken(make: Make, monkeypatch: pytest.Mon
     world.manager.lookup(KEYS[0], request)
     world.end_step()
     slot = world.disk._slots[KEYS[0]]
-    assert slot not in world.disk._taken(NUM_SLOTS)
+    assert slot not in world.disk._taken(KEYS[8 : 8 + NUM_SLOTS], {})
     assert KEYS[0] in world.disk._slots
     assert not list(world.disk.get_finished_jobs()), "a thread still fills the chunk"
     Gate.gate.set()

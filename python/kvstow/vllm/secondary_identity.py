@@ -63,6 +63,7 @@ def chunks_fingerprint(
     why = "vLLM's configuration is not found"
     if config is not None:
         fields |= shaping(config)
+        fields["hash"] = config.cache_config.prefix_caching_hash_algo
         for which, folder in folders_of(config).items():
             if folder is not None:
                 fields[which] = content_of(folder, Path(f"{path}.weights.json"))

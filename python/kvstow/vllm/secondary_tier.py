@@ -38,7 +38,7 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 from vllm.v1.kv_offload.base import (
@@ -50,7 +50,6 @@ from vllm.v1.kv_offload.base import (
     RequestOffloadingContext,
     get_offload_block_hash,
     get_offload_group_idx,
-    make_offload_key,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
@@ -60,15 +59,13 @@ from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_identity import chunks_fingerprint
+from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
 
 logger = logging.getLogger("vllm." + __name__)
-
-# vLLM's name for a chunk: the hash of its last block, and the group.
-Key: TypeAlias = bytes
 
 # vLLM 0.30 does not count them.
 _COUNTS_BYTES: Final = "transfer_bytes" in {it.name for it in dataclasses.fields(JobResult)}
@@ -238,7 +235,7 @@ class KVStowDisk(SecondaryTierManager):
 
     def _use(self, request: ReqContext) -> None:
         """Keep the chunks of a request longest, as `touch`, which some versions never call."""
-        ends = _ends(request)
+        ends = ends_of(request)
         self.touch(sorted(ends, key=ends.__getitem__), request)
 
     # -- jobs ------------------------------------------------------------------------------------
@@ -247,13 +244,14 @@ class KVStowDisk(SecondaryTierManager):
         """Begin to write those chunks that the disk lacks."""
         chunks = dict(zip(job_metadata.keys, job_metadata.chunk_ids.tolist(), strict=True))
         new = [key for key in chunks if key not in self._slots and key not in self._storing]
-        ends = _ends(job_metadata.req_context)
+        ends = ends_of(job_metadata.req_context)
         new.sort(key=lambda key: ends.get(key, 0))  # vLLM has them in a set
-        slots = self._taken(len(new)) if self.tier.mode == "on" else []
+        slots = self._taken(new, ends) if self.tier.mode == "on" else []
         del new[len(slots) :]
         ticket = None
         if new:
-            ticket = self.tier.put(self._blocks(new, slots), [chunks[key] for key in new])
+            parents = chunks_before(new, ends)
+            ticket = self.tier.put(self._blocks(new, slots, parents), [chunks[key] for key in new])
             self._sequence += 1
         job = _Job(job_metadata, new, slots, ticket, is_load=False)
         self._storing.update(dict.fromkeys(new, job))
@@ -347,24 +345,25 @@ class KVStowDisk(SecondaryTierManager):
     def _adopt(self) -> None:
         """Take over what the file held before this process."""
         records = self.tier.records()
-        hashes, _ = records.keys(0, len(records))
-        held = zip(hashes, records.groups.tolist(), records.slots.tolist(), strict=True)
-        for digest, group, slot in held:  # the oldest write first, so the newest of a key stays
-            self._slots[make_offload_key(digest, group)] = slot
+        self._slots = adopted(records)
         used = set(self._slots.values())
         self._free = [slot for slot in range(self.tier.num_slots) if slot not in used]
         if len(records):
             self._sequence = int(records.sequences[-1]) + 1
             logger.info("kvstow: %d chunks are warm in %s", len(self._slots), self.tier.path)
 
-    def _taken(self, num: int) -> list[int]:
-        """Take up to so many slots, those of the oldest keys last, in ascending order."""
+    def _taken(self, new: list[Key], ends: dict[Key, int]) -> list[int]:
+        """Take up to a slot for each new key, those of the oldest keys last, in ascending order.
+
+        Earlier chunks of the same prompt stay, because nothing finds the new ones without them.
+        """
+        num, first = len(new), ends.get(new[0], 0) if new else 0
         slots = [self._free.pop() for _ in range(min(num, len(self._free)))]
         dropped = []
         for key, slot in self._slots.items():
             if len(slots) == num:
                 break
-            if not self._busy[slot]:
+            if not self._busy[slot] and ends.get(key, first) >= first:
                 dropped.append(key)
                 slots.append(slot)
         for key in dropped:
@@ -372,11 +371,13 @@ class KVStowDisk(SecondaryTierManager):
         self._publish(dropped, removed=True)
         return sorted(slots)
 
-    def _blocks(self, keys: Sequence[Key], slots: Sequence[int]) -> TierBlocks:
+    def _blocks(
+        self, keys: Sequence[Key], slots: Sequence[int], parents: Sequence[Key | None] | None = None
+    ) -> TierBlocks:
         return TierBlocks(
             [get_offload_block_hash(key) for key in keys],
             [get_offload_group_idx(key) for key in keys],
-            None,
+            parents and [None if it is None else get_offload_block_hash(it) for it in parents],
             np.array(slots, np.int64),
             self._sequence,
         )
@@ -441,8 +442,3 @@ class KVStowDisk(SecondaryTierManager):
                     **_KEEPS_NAMES,
                 )
             )
-
-
-def _ends(request: ReqContext) -> dict[Key, int]:
-    """Return where each chunk of a request ends in it, if this vLLM says that."""
-    return getattr(request, "_offload_key_positions", {})
