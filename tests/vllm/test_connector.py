@@ -137,9 +137,12 @@ def test_a_server_that_goes_on_after_a_failed_step_is_refused(folder: Path) -> N
 
 
 def test_routed_experts_of_hits_that_vllm_may_have_dropped_are_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
-    """Before 0.33, vLLM keeps those of as many blocks as the device has, and fails without."""
+    """Before 0.33, vLLM keeps those of as many blocks as the device has, and fails without.
+
+    Later it refuses the hit, which is worth a warning.
+    """
     config = engine_config(folder, {"num_cpu_blocks": 4})
     if not hasattr(config, "aux_output_config"):
         pytest.skip("vLLM 0.30 itself refuses this with a connector")
@@ -150,6 +153,8 @@ def test_routed_experts_of_hits_that_vllm_may_have_dropped_are_refused(
             KVStowConnector(config, role, cache_config(FULL))
         monkeypatch.setattr("vllm.version.__version_tuple__", (0, 33, 0))
         KVStowConnector(config, role, cache_config(FULL))
+    warning = f"twice the device's {cache_config(FULL).num_blocks} blocks"
+    assert sum(warning in line for line in log) == 1
     monkeypatch.setattr("vllm.version.__version_tuple__", (0, 32, 0))
     settings.check(config, Options(observe=True))
 

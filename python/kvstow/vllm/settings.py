@@ -57,8 +57,11 @@ def check(config: VllmConfig, options: Options) -> None:
             "failed step did not write: start vLLM without --enable-fault-tolerance and "
             "--fault-tolerance-config, or without the connector"
         )
-    has_aux_outputs = getattr(getattr(config, "aux_output_config", None), "enabled", False)
-    if has_aux_outputs and not options.observe and vllm_version.__version_tuple__[:2] < (0, 33):
+    if (
+        _returns_routed_experts(config)
+        and not options.observe
+        and vllm_version.__version_tuple__[:2] < (0, 33)
+    ):
         raise ConfigError(
             f"enable_return_routed_experts is True, and vLLM {vllm_version.__version__} ends at a "
             "hit on the host whose routed experts it has dropped: start vLLM without "
@@ -96,7 +99,21 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
             "kvstow: eviction_policy is hit-density, which evicts recurrent states before the "
             "blocks that need them. Set it to lru for more hits on the host"
         )
+    if _returns_routed_experts(config) and not options.observe:
+        logger.warning(
+            "kvstow: enable_return_routed_experts is True, and vLLM refuses a hit if it lacks the "
+            "routed experts of one of its blocks. It has those of twice the device's %d blocks at "
+            "most, and none of before a reset, a sleep or its start, so it refuses older blocks of "
+            "the host, a disk or a shared store. Start vLLM without --enable-return-routed-experts "
+            "for more hits",
+            model.num_blocks,
+        )
     _log_end(config, options)
+
+
+def _returns_routed_experts(config: VllmConfig) -> bool:
+    enabled: bool = getattr(getattr(config, "aux_output_config", None), "enabled", False)
+    return enabled
 
 
 def _flag(config: VllmConfig) -> KVTransferConfig:
