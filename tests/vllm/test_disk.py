@@ -158,6 +158,20 @@ def test_records_come_in_parts(started: Started, monkeypatch: pytest.MonkeyPatch
     assert server.serve(server.begin("b")) == NUM_HIT
 
 
+def test_records_count_once_every_rank_has_reported_them(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(started(num_ranks=2), "a")
+    server = started(num_ranks=2)
+    with monkeypatch.context() as late:
+        late.setattr(server.ranks[1].worker.below, "_part", lambda first: None)
+        for _ in range(3):
+            server.step()
+        assert (server.disk.phase, server.stats()["disk_resident_blocks"]) == ("warming", 0)
+    server.settle()
+    assert server.stats()["disk_resident_blocks"] == 6
+
+
 def test_overlapping_steps_ask_twice_and_count_once(started: Started) -> None:
     fill(started(), "a")
     server = started()
