@@ -172,6 +172,20 @@ def test_records_count_once_every_rank_has_reported_them(
     assert server.stats()["disk_resident_blocks"] == 6
 
 
+def test_the_oldest_blocks_leave_first_after_restarts(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (disk_tier, disk_worker):
+        monkeypatch.setattr(module, "RECORDS_PER_STEP", 5)
+    fill(started(num_disk_slots=12), "a", "b", "c")  # the last one has the first slots
+    for new, kept in (("d", "c"), ("e", "d")):
+        server = started(num_disk_slots=12)
+        server.settle()
+        fill(server, new)
+        assert server.serve(server.begin(kept)) == NUM_HIT
+        server.forget()
+
+
 def test_overlapping_steps_ask_twice_and_count_once(started: Started) -> None:
     fill(started(), "a")
     server = started()
