@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,34 @@ def test_records_come_in_parts(started: Started, monkeypatch: pytest.MonkeyPatch
     server.settle()
     assert server.stats()["disk_resident_blocks"] == 18
     assert server.serve(server.begin("b")) == NUM_HIT
+
+
+def test_records_count_once_every_rank_has_reported_them(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(started(num_ranks=2), "a")
+    server = started(num_ranks=2)
+    with monkeypatch.context() as late:
+        late.setattr(server.ranks[1].worker.below, "_part", lambda first: None)
+        for _ in range(3):
+            server.step()
+        assert (server.disk.phase, server.stats()["disk_resident_blocks"]) == ("warming", 0)
+    server.settle()
+    assert server.stats()["disk_resident_blocks"] == 6
+
+
+def test_the_oldest_blocks_leave_first_after_restarts(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (disk_tier, disk_worker):
+        monkeypatch.setattr(module, "RECORDS_PER_STEP", 5)
+    fill(started(num_disk_slots=12), "a", "b", "c")  # the last one has the first slots
+    for new, kept in (("d", "c"), ("e", "d")):
+        server = started(num_disk_slots=12)
+        server.settle()
+        fill(server, new)
+        assert server.serve(server.begin(kept)) == NUM_HIT
+        server.forget()
 
 
 def test_overlapping_steps_ask_twice_and_count_once(started: Started) -> None:
@@ -312,6 +341,18 @@ def test_a_reset_before_the_first_step_counts(started: Started) -> None:
     assert disk_mode(server) == "on"
 
 
+def test_what_a_rank_confirms_of_an_earlier_reset_does_not_open_the_disk(started: Started) -> None:
+    """Reports are on their way to vLLM for a step or two, and trainers reset again."""
+    server = started()
+    server.settle()
+    for _ in range(2):
+        server.half.reset()
+    (report,) = server.disk._ranks.values()
+    for renewal, phase in ((1, "renewing"), (2, "on")):
+        server.disk.processed({0: replace(report, renewal=renewal)})
+        assert server.disk.phase == phase
+
+
 @pytest.mark.parametrize("is_written", [True, False], ids=["version", "the old version"])
 @pytest.mark.parametrize("resets_pool", [True, False], ids=["pool", "nothing"])
 def test_the_first_request_compares_the_weights_of_a_warm_disk(
@@ -457,7 +498,7 @@ def test_a_demote_of_damaged_memory_would_be_seen(
 
 def test_a_request_stops_waiting_for_a_disk_that_does_not_answer(started: Started) -> None:
     server = started(promote_timeout_s=2, load_timeout_s=30)
-    fill(server, "a")
+    fill(server, "a", "b")
     server.push_off_the_host()
     held = hold(server, "promote")
     request = server.begin("a")
@@ -473,6 +514,7 @@ def test_a_request_stops_waiting_for_a_disk_that_does_not_answer(started: Starte
     server.settle()
     assert server.stats()["late_jobs"] == 1 and held
     assert server.stats()["promoting_blocks"] > 0, "its slots are in quarantine"
+    assert server.half.lookup(server.begin("b"), 0) == 0, "it would take more slots"
     release(server, held)
     for _ in range(20_000):
         server.step()

@@ -103,6 +103,8 @@ def test_the_most_recent_blocks_are_written_first_and_for_a_while_only(
 ) -> None:
     server = started()
     fill(server, "a", "b")
+    numbers = [job.blocks.sequence for job in worker_of(server)._last]
+    assert numbers == [numbers[0] - at for at in range(4)], "the next server knows the order"
     now, begin = [0.0], DiskWorker._begin
 
     def begin_slowly(worker: DiskWorker, job: Any, deadline: float) -> None:

@@ -163,6 +163,10 @@ def test_a_block_that_another_connector_did_not_load_is_not_stored(lazy: bool) -
     second.num_computed_tokens = 100
     scheduler.half.processed(KVConnectorOutput(invalid_block_ids={table[0].block_id}))
     assert not scheduler.manager.get_computed_blocks(scheduler.request("c", 100))[1]
+    # vLLM keys the block that the second request fills now, behind those that were not loaded.
+    second.append_output_token_ids(list(range(12)))
+    assert scheduler.manager.allocate_slots(second, 12)
+    scheduler.step(second)
     for request in (second, first):
         scheduler.finish(request)
     for _ in range(3):
@@ -357,6 +361,77 @@ def test_a_late_load_is_reported_once_and_holds_its_blocks() -> None:
     assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
 
 
+def test_vllm_waits_for_the_stores_after_a_late_one_and_not_for_that() -> None:
+    scheduler = Scheduler(FULL, load_timeout_s=5.0)
+    stores: list[Copies] = []
+    for name in "ab":
+        request = scheduler.request(name, 100, num_shared=0)
+        scheduler.admit(request)
+        scheduler.step(request)
+        scheduler.finish(request)
+        assert scheduler.half.holds_freed_blocks()
+        scheduler.step()
+        stores += scheduler.jobs.stores
+        if name == "a":
+            scheduler.now = 6.0
+            scheduler.step()
+            assert not scheduler.half.holds_freed_blocks(), "its copy may never end"
+            assert scheduler.half.may_rest()
+    for store, may_rest in zip(stores, (False, True), strict=True):
+        scheduler.step(reports=[(store.job_id, 0, True)])
+        assert scheduler.half.may_rest() == may_rest
+    assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_tier_that_is_off_holds_blocks_until_every_rank_has_ended() -> None:
+    scheduler = Scheduler(FULL, world_size=2)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    scheduler.step()
+    (store,) = scheduler.jobs.stores
+    scheduler.half.tier.turn_off()
+    pool = scheduler.manager.block_pool
+    for rank, num_held in enumerate((6, 0)):
+        scheduler.step(reports=[(store.job_id, rank, True)])
+        assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - num_held
+
+
+def test_a_late_load_is_not_given_up_again_when_the_tier_goes_off() -> None:
+    scheduler = Scheduler(FULL, load_timeout_s=5.0)
+    scheduler.store_request()
+    request = scheduler.request("b", 100)
+    scheduler.admit(request)
+    scheduler.step()
+    (load,) = scheduler.jobs.loads
+    scheduler.now = 6.0
+    scheduler.step()
+    assert scheduler.jobs.failed_request_ids == ["b"]
+    scheduler.half.tier.turn_off()
+    scheduler.half.transfers.give_up_loads()
+    assert not scheduler.half.build(Step()).failed_request_ids
+    request.num_computed_tokens = 0
+    scheduler.manager.free(request)
+    scheduler.step(reports=[(load.job_id, 0, True)])
+    assert scheduler.manager.block_pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+def test_a_lazy_store_that_fails_is_tried_again() -> None:
+    scheduler = Scheduler(FULL, lazy_offload=True)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    scheduler.step(request)
+    scheduler.finish(request)
+    for ok, num_stored in ((False, 6), (True, 6), (True, 0)):
+        stores: list[Copies] = []
+        for _ in range(2):
+            scheduler.step()
+            stores += scheduler.jobs.stores
+        assert sum(len(store.block_ids) for store in stores) == num_stored
+        scheduler.step(reports=[(store.job_id, 0, ok) for store in stores])
+
+
 def test_a_lazy_store_puts_blocks_back_into_their_places() -> None:
     scheduler = Scheduler(FULL, lazy_offload=True)
     scheduler.lazy.horizon_blocks = 0
@@ -517,13 +592,34 @@ def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
 
     Another connector may ask for time, so the next question alone does not show it.
     """
-    scheduler = Scheduler(FULL)
+    scheduler = Scheduler(FULL, num_host_blocks=6)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
     for _ in range(3):
         assert scheduler.half.lookup(refused, 0) == 96
     scheduler.now = MAX_REFUSED_S
     assert scheduler.half.lookup(refused, 0) == 0
+    assert can_store(scheduler), "it holds nothing on the host any more"
+
+
+def test_a_request_that_vllm_lets_compute_its_hit_holds_nothing_on_the_host() -> None:
+    """Another connector offered as much, and vLLM took that."""
+    scheduler = Scheduler(FULL, num_host_blocks=6)
+    scheduler.store_request()
+    request = scheduler.request("b", 100)
+    assert scheduler.half.lookup(request, 0) == 96
+    assert scheduler.manager.allocate_slots(request, 100)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 0)
+    assert can_store(scheduler)
+
+
+def can_store(scheduler: Scheduler) -> bool:
+    """Whether a host of 6 blocks has room for those of a new request."""
+    other = scheduler.request("z", 100, num_shared=0)
+    scheduler.admit(other)
+    scheduler.step(other)
+    scheduler.step()
+    return [len(store.block_ids) for store in scheduler.jobs.stores] == [6]
 
 
 def test_a_request_keeps_its_hit_while_stores_hold_the_blocks() -> None:
@@ -591,7 +687,7 @@ def test_a_preempted_request_starts_over() -> None:
     assert scheduler.admit(request) == 96
     # vLLM preempted the request before it admitted it in this step: that is an older preemption.
     scheduler.half.build(Step(preempted_req_ids={"a"}))
-    assert "a" in scheduler.half.requests.tracked
+    assert scheduler.half.requests.tracked["a"].is_loading
 
 
 def test_blocks_held_only_by_a_transfer_count_as_pending_frees() -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.halves import BLOCK_SIZE, FULL, Scheduler, Step
+from tests.vllm.halves import BLOCK_SIZE, FULL, WINDOW, Scheduler, Step
+from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -124,6 +125,19 @@ def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path:
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
 
 
+def test_weights_that_no_file_named_count_as_others_when_the_file_is_back(tmp_path: Path) -> None:
+    """The file is away while the server has weights 2, and says 1 again with weights 1."""
+    version = tmp_path / "version"
+    scheduler = with_a_request_stored(version)
+    version.unlink()
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 0
+    scheduler.store_request("c")  # computed with the weights 2
+    version.write_text("1")
+    scheduler.half.reset()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+
+
 def test_a_version_written_while_vllm_loaded_the_weights_never_keeps_the_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: list[str]
 ) -> None:
@@ -215,8 +229,11 @@ def test_a_reset_is_over_when_the_device_is_reset_too() -> None:
     )
 
 
-def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
-    scheduler = Scheduler(FULL)
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])
+def test_blocks_computed_before_a_reset_are_not_stored_after_it(
+    specs: tuple[KVCacheSpec, ...],
+) -> None:
+    scheduler = Scheduler(*specs)
     request = scheduler.request("a", 100)
     scheduler.admit(request)
     scheduler.half.build(Step({"a": 40}))
@@ -224,6 +241,7 @@ def test_blocks_computed_before_a_reset_are_not_stored_after_it() -> None:
     scheduler.half.reset()
     scheduler.half.processed(KVConnectorOutput())
     scheduler.step(request)
+    assert not scheduler.jobs.stores
     scheduler.finish(request)
     scheduler.step()
     assert not scheduler.jobs.stores

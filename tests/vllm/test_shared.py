@@ -114,6 +114,20 @@ def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) 
     assert stat(b, "asked_blocks") == 3 * NUM_BLOCKS
 
 
+def test_a_session_that_goes_on_asks_again(started: Started) -> None:
+    serve(started(), "a", num_tokens=200)
+    server = started(num_host_blocks=24)
+    session = server.begin("a")
+    for num_found in (96, 192):
+        end_s = time.monotonic() + LONG_S
+        while (found := server.half.lookup(session, 0)) is None:
+            server.step()
+            assert time.monotonic() < end_s, "the request waits forever"
+        assert found == num_found
+        session.append_output_token_ids(session.prompt_token_ids[:100])
+        server.half.requests.start_over("a")  # as after a preemption
+
+
 def test_a_short_run_is_not_asked_for(started: Started) -> None:
     serve(started(), "p")
     server = started(min_promote_tokens=NUM_HIT + 1)

@@ -12,6 +12,8 @@ impl OffloadScheduler {
     /// Adds blocks that the disk holds already, the least recent first. `slots` count from 0. An
     /// empty list of `parents` means that none is known. A parent may come after its child.
     ///
+    /// If all groups are full attention, a chain is as recent as its most recent block.
+    ///
     /// Skips a record whose slot is in use, or whose key the disk has already. Returns the number of
     /// blocks that it added.
     ///
@@ -28,6 +30,7 @@ impl OffloadScheduler {
     ) -> Result<usize> {
         self.check_records(slots, hashes, groups, parents)?;
         self.host.slots.pool.agree_width(hashes.width())?;
+        let is_full_attention = self.is_full_attention();
         let Self { disk: Some(disk), slot_model, .. } = self else { return Ok(0) };
         let (mut taken, mut filling) = (Vec::new(), Filling::default());
         // The most recent come first: a chain's first blocks, below which the others are put.
@@ -43,7 +46,14 @@ impl OffloadScheduler {
             filling.ends.push(0);
             filling.parents.push(parent);
         }
-        disk.tier.publish(&taken, &filling, slot_model)
+        let num_added = disk.tier.publish(&taken, &filling, slot_model)?;
+        if is_full_attention {
+            // A chain that was written in parts comes root first. Then the order would evict its
+            // tail among the blocks that are less recent.
+            taken.reverse();
+            disk.tier.make_chains_recent(&taken);
+        }
+        Ok(num_added)
     }
 
     fn check_records(

@@ -182,6 +182,23 @@ fn a_demote_and_a_store_make_the_chain_on_the_disk_recent() {
 }
 
 #[test]
+fn a_warm_disk_evicts_the_tail_of_the_oldest_chain_first() {
+    let mut scheduler = small();
+    // 1 to 3 are a chain whose last block was written after 4 and 5, which are another one.
+    let (names, before): ([u8; 5], [u8; 5]) = ([1, 2, 4, 5, 3], [0, 1, 0, 4, 2]);
+    let parents = before.map(|name| (name > 0).then_some([name; 32]));
+    for part in [0..3, 3..5] {
+        let slots: Vec<usize> = part.clone().collect();
+        let groups = vec![GroupId(0); slots.len()];
+        let adopted =
+            scheduler.adopt_disk(&slots, &named(&names[part.clone()]), &groups, &parents[part]);
+        assert_eq!(adopted, Ok(slots.len()));
+    }
+    assert_eq!(disk_order(&scheduler), [5, 4, 3, 2, 1]);
+    scheduler.check().unwrap();
+}
+
+#[test]
 fn a_promote_makes_the_chain_recent_in_both_tiers() {
     let mut scheduler = small();
     let parents = [Some([2; 32]), Some([1; 32]), None, None];
