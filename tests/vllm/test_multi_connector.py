@@ -16,6 +16,7 @@ from tests.vllm.setting import CONNECTOR
 from tests.vllm.shaking import Hand, ShakingConnector
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
@@ -117,6 +118,20 @@ def test_a_second_connector_of_kvstow_is_refused(folder: Path) -> None:
     config = engine_config(folder, {}, kv_transfer_config=flag)
     with set_current_vllm_config(config), pytest.raises(ConfigError, match="name it once"):
         MultiConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
+
+
+def test_statistics_find_a_connector_that_no_plugin_has_registered(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `VLLM_PLUGINS`, or in an environment that knows kvstow's folder only."""
+    config = engine_config(folder, {}, kv_transfer_config=multi(0))
+    registry = dict(KVConnectorFactory._registry)
+    registry.pop("KVStowConnector", None)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", registry)
+    MultiConnector._get_connector_classes_and_configs(config)  # as vLLM's front end does first
+    stats = MultiConnector.build_kv_connector_stats({"KVStowConnector": {"stored_blocks": 2}})
+    assert stats is not None
+    assert stats.reduce() == {"KVStowConnector": {"stored_blocks": 2}}
 
 
 @ORDERS

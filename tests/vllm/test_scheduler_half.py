@@ -590,14 +590,28 @@ def test_a_request_keeps_its_hit_when_the_requests_before_it_end() -> None:
 def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
     """vLLM then reserves the blocks for loads that were taken back, and only loads respect that.
 
-    Another connector may ask for time, so the next question alone does not show it.
+    Another connector may ask for time, also for longer. vLLM counts no hit as long as it does.
     """
     scheduler = Scheduler(FULL, num_host_blocks=6)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
     for _ in range(3):
         assert scheduler.half.lookup(refused, 0) == 96
-    scheduler.now = MAX_REFUSED_S
+        scheduler.now += MAX_REFUSED_S
+    refused.prefill_stats.set(100, 0, 96)
+    assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now += MAX_REFUSED_S
+    assert scheduler.half.lookup(refused, 0) == 0
+
+
+def test_a_preempted_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
+    """vLLM does not count its hit again."""
+    scheduler = Scheduler(FULL)
+    scheduler.store_request()
+    refused = scheduler.request("b", 100)
+    refused.num_preemptions = 1
+    assert scheduler.half.lookup(refused, 0) == 96
+    scheduler.now += MAX_REFUSED_S
     assert scheduler.half.lookup(refused, 0) == 0
     assert can_store(scheduler), "it holds nothing on the host any more"
 
@@ -633,6 +647,7 @@ def test_a_request_keeps_its_hit_while_stores_hold_the_blocks() -> None:
     scheduler.step()
     (store,) = scheduler.jobs.stores
     refused = scheduler.request("c", 100)
+    refused.prefill_stats.set(100, 0, 96)
     for _ in range(3):
         assert scheduler.half.lookup(refused, 0) == 96
         scheduler.now += MAX_REFUSED_S

@@ -33,13 +33,17 @@ def __getattr__(name: str) -> type[KVStowConnector]:
     """Import the connector on first use, because vLLM loads this module in every process."""
     if name != "KVStowConnector":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    register()  # a `MultiConnector` looks for the class of statistics by name alone
     from kvstow.vllm.connector import KVStowConnector  # noqa: PLC0415
 
     return KVStowConnector
 
 
 def register() -> None:
-    """Register the connector by name, for `MultiConnector`. vLLM calls this in every process."""
+    """Register the connector by name, for `MultiConnector`.
+
+    vLLM calls this in every process, unless `VLLM_PLUGINS` leaves kvstow out.
+    """
     from vllm.distributed.kv_transfer.kv_connector.factory import (  # noqa: PLC0415
         KVConnectorFactory,
     )

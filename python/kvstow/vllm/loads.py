@@ -76,7 +76,7 @@ class Loads:
             found = offload.lookup(request.request_id, num_local_tokens, end)
         else:
             found = self._lookup_below(self.tier.below, tracked, end)
-        if not (found and self._is_idle()):
+        if not (found and _has_taken_answer(request) and self._is_idle()):
             tracked.offered_since = None
         elif tracked.offered_since is None:
             tracked.offered_since = self.tier.clock()
@@ -105,7 +105,8 @@ class Loads:
         loads must leave these blocks free.
 
         One more question proves nothing: beside another connector, vLLM asks both again until both
-        have answered. If requests, loads or stores held the blocks, these come free.
+        have answered (`_has_taken_answer`). If requests, loads or stores held the blocks, these
+        come free.
         """
         since = tracked.offered_since
         if since is None or self.tier.clock() < since + MAX_REFUSED_S:
@@ -202,6 +203,17 @@ class Loads:
             [block.block_id for block in table[: tracked.num_local_tokens // group.block_size]]
             for table, group in zip(tables, model.groups, strict=True)
         ]
+
+
+def _has_taken_answer(request: Request) -> bool:
+    """Whether vLLM has looked for blocks for a load of a request, as far as it says so.
+
+    It counts the hit before, and only if no other connector asks for time, which may be seconds. It
+    does not count that of a request that it has preempted.
+    """
+    stats = request.prefill_stats
+    was_preempted: bool = request.num_preemptions > 0
+    return was_preempted or stats is None or bool(stats.num_external_cached_tokens)
 
 
 def _is_new_chunk_of_preempted(request: Request) -> bool:
