@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 
 from tests.tiers.resp.server import free_port
+from tests.tiers.setup import LONG_S
+
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.transfer import HostArena
 
 
 def missing() -> str:
@@ -23,6 +27,11 @@ def missing() -> str:
     except ImportError as error:
         return f"mooncake cannot be loaded: {error}"
     return ""
+
+
+def owning(arena: HostArena, url: str, namespace: bytes) -> MooncakeTier:
+    """Return a tier with memory for blocks, whose jobs outlast a machine that stands still."""
+    return MooncakeTier(arena, url, namespace, segment_bytes=64 << 20, timeout_s=LONG_S)
 
 
 class Master:
