@@ -285,7 +285,7 @@ def test_while_a_call_is_late_others_fail_at_once(tier: MooncakeTier) -> None:
 @pytest.mark.skipif(bool(missing()), reason=missing() or "Mooncake runs here")
 def test_owner_that_stands_still_gets_one_call(tmp_path: Path) -> None:
     """The second get fails before its deadline, and the store is used again afterwards."""
-    master = Master(tmp_path, lease_ms=5000)
+    master = Master(tmp_path)
     owner = Owner(master, 64 << 20)
     try:
         with (
