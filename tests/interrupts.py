@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -46,6 +47,7 @@ def is_interrupted(
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what other tests have dropped ends in a call of its own
     sys.settrace(trace)
     try:
         call()
@@ -53,6 +55,7 @@ def is_interrupted(
         return True
     finally:
         sys.settrace(before)
+        gc.enable()
     return False
 
 

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tests.engine.disk_world import (
 )
 from tests.engine.disk_world import options as disk_options
 from tests.engine.test_disk import Calls
-from tests.engine.test_shared import NUM_WHOLE, keys, options, stat
+from tests.engine.test_shared import NUM_WHOLE, keys, options, stat, store_at
 from tests.engine.world import BLOCK, DOCUMENT, PENDING, World
 from tests.tiers.resp.server import Server, num_connections
 from tests.tiers.setup import LONG_S
@@ -60,7 +61,7 @@ def world(
 ) -> AbstractContextManager[World]:
     given: dict[str, object] = {
         "disk": slot_file(path),
-        "shared": SharedStore(url),
+        "shared": store_at(url),
         "shared_options": options(),
     }
     return below(num_host, 17, **(given | changes))
@@ -213,17 +214,19 @@ def test_a_disk_that_fails_leaves_the_store_on(
 
 
 def test_a_disk_that_hangs_leaves_the_store_on(
-    server: Server, tmp_path: Path, calls: Calls
+    server: Server, tmp_path: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = options(timeout_s=0.3, promote_timeout_s=None)
+    patient = options(promote_timeout_s=None)
     new = [9000 + at for at in DOCUMENT]
-    with world(tmp_path / "b", server.url, shared_options=short) as b:
+    with world(tmp_path / "b", server.url, shared_options=patient) as b:
         fall_off(b)
         with world(tmp_path / "a", server.url) as a:
             assert serve(a, "writer", new) == 0
         calls.reads_wait = True
-        assert b.admit("stuck", DOCUMENT).state is PENDING
-        b.engine.poll()
+        with monkeypatch.context() as patch:
+            patch.setattr(b.engine._copies.disk, "options", replace(patient, timeout_s=0.3))
+            assert b.admit("stuck", DOCUMENT).state is PENDING
+            b.engine.poll()
         time.sleep(0.4)
         b.now_s += 1.0
         b.engine.poll()
@@ -297,7 +300,7 @@ def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> 
 def test_an_engine_that_its_user_drops_lets_go_of_all_that_it_has(
     server: Server, tmp_path: Path
 ) -> None:
-    given = {"disk": slot_file(tmp_path / "disk"), "shared": SharedStore(server.url)}
+    given = {"disk": slot_file(tmp_path / "disk"), "shared": store_at(server.url)}
     before = threading.active_count()
     it = World(17, NUM_HOST, mover=mover_for, shared_options=options(), **given)
     serve(it, "writer", DOCUMENT)

@@ -141,12 +141,12 @@ def test_request_waits_for_the_disk_no_longer_than_it_may(tmp_path: Path, calls:
 
 
 def test_late_read_holds_its_slots_until_it_has_ended(tmp_path: Path, calls: Calls) -> None:
-    with world(tmp_path / "disk", disk_options=options(timeout_s=5.0)) as it:
+    with world(tmp_path / "disk", disk_options=options(timeout_s=LONG_S)) as it:
         fall_off(it)
         calls.reads_wait = True
         assert it.admit("reader", DOCUMENT).state is PENDING
         it.engine.poll()
-        it.now_s = 6.0
+        it.now_s = LONG_S + 1.0
         it.engine.poll()
         stats = it.engine.stats()
         assert (stats["quarantined_jobs"], stats["promoting_blocks"]) == (1, 3)

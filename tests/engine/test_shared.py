@@ -27,6 +27,7 @@ from tests.engine.disk_world import options as disk_options
 from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.forks import in_child
 from tests.tiers.resp.server import Server, free_port
+from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, SharedOptions, StateError, TransferError
 from kvstow.engine.shared import Shared
@@ -34,7 +35,6 @@ from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout
 
-LONG_S = 20.0
 NUM_WHOLE = (len(DOCUMENT) - 1) // BLOCK * BLOCK
 """Tokens of the document that a hit may have."""
 
@@ -46,14 +46,16 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 
 def options(**changes: object) -> SharedOptions:
-    given = {"identity": "m", "weights_version": "1", "ask_timeout_s": LONG_S} | changes
-    return SharedOptions(**given)  # type: ignore[arg-type]
+    given = {"identity": "m", "weights_version": "1", "ask_timeout_s": LONG_S, "timeout_s": LONG_S}
+    return SharedOptions(**(given | changes))  # type: ignore[arg-type]
+
+
+def store_at(url: str, **changes: Any) -> SharedStore:
+    return SharedStore(url, **{"timeout_s": LONG_S} | changes)
 
 
 def world(url: str, num_host: int = NUM_HOST, **changes: object) -> AbstractContextManager[World]:
-    return below(
-        num_host, 17, **({"shared": SharedStore(url), "shared_options": options()} | changes)
-    )
+    return below(num_host, 17, **({"shared": store_at(url), "shared_options": options()} | changes))
 
 
 def stat(it: World, name: str) -> float:
@@ -92,7 +94,7 @@ def test_all_blocks_are_put_through_a_short_queue(
     server: Server, tmp_path: Path, has_disk: bool
 ) -> None:
     more: dict[str, Any] = {"disk": slot_file(tmp_path / "disk")} if has_disk else {}
-    store = SharedStore(server.url, max_queued_bytes=2 * PAGE)
+    store = store_at(server.url, max_queued_bytes=2 * PAGE)
     with world(server.url, shared=store, **more) as it:
         assert serve(it, "writer", DOCUMENT) == 0
     assert len(keys(server)) == len(DOCUMENT) // BLOCK > 2
@@ -371,7 +373,7 @@ def test_an_engine_goes_on_if_a_wake_cannot_open_the_store(server: Server, tmp_p
     who: dict[str, Any] = {"identity": "m", "weights_version": "1"}
     password = tmp_path / "password"
     password.write_text("")
-    with world(server.url, shared=SharedStore(server.url, password_file=str(password))) as it:
+    with world(server.url, shared=store_at(server.url, password_file=str(password))) as it:
         serve(it, "writer", DOCUMENT)
         it.engine.sleep(after=READY, preserve=False, to=tmp_path / "snapshot", **who)
         password.unlink()

@@ -20,13 +20,14 @@ import pytest
 from tests.engine.disk_world import NUM_HOST, forget_device, serve, settle, slot_file
 from tests.engine.disk_world import options as disk_options
 from tests.engine.test_shared import options as shared_options
+from tests.engine.test_shared import store_at
 from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
 from tests.tiers.resp.server import Server
 from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, StateError
 from kvstow.engine.disk import Disk
-from kvstow.tiers import SharedStore, SlotTier
+from kvstow.tiers import SlotTier
 from kvstow.transfer import READY, BlockLayout, Event, mover_for
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_SEEDS", "4"))
@@ -55,7 +56,7 @@ class Weighted(World):
         if "disk" in kind:
             below = {"disk": slot_file(disk, 20, on_mismatch="reset")}
         if "store" in kind:
-            below |= {"shared": SharedStore(url), "shared_options": shared_options(**named)}
+            below |= {"shared": store_at(url), "shared_options": shared_options(**named)}
         elif "disk" in kind:
             below["disk_options"] = disk_options(**named)
         super().__init__(17, NUM_HOST, mover=mover_for, **below)

@@ -12,6 +12,10 @@ import time
 from pathlib import Path
 
 from tests.tiers.resp.server import free_port
+from tests.tiers.setup import LONG_S
+
+from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.transfer import HostArena
 
 
 def missing() -> str:
@@ -25,17 +29,23 @@ def missing() -> str:
     return ""
 
 
+def owning(arena: HostArena, url: str, namespace: bytes) -> MooncakeTier:
+    """Return a tier with memory for blocks, whose jobs outlast a machine that stands still."""
+    return MooncakeTier(arena, url, namespace, segment_bytes=64 << 20, timeout_s=LONG_S)
+
+
 class Master:
     """A master process, which knows where blocks are."""
 
-    def __init__(self, folder: Path, lease_ms: int = 200, client_ttl_s: int = 30) -> None:
+    def __init__(self, folder: Path, lease_ms: int = 30_000, client_ttl_s: int = 30) -> None:
         """Start it.
 
         Args:
             folder: where its log goes.
-            lease_ms: for how long a block that was read stays.
+            lease_ms: for how long a block that was read stays. A get that takes longer fails.
             client_ttl_s: after how long without a word a client has ended, and its memory with it.
-                A machine may stand still for seconds.
+
+        The defaults are for a machine that stands still for seconds.
         """
         self._lease_ms, self._client_ttl_s = lease_ms, client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()

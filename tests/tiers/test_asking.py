@@ -148,9 +148,9 @@ def test_a_question_is_pending_until_its_deadline(
     assert len(store.calls) == 1
 
 
-def test_the_store_may_take_as_long_as_a_request_waits(store: Simulated) -> None:
+def test_the_store_may_take_as_long_as_a_request_waits(store: Simulated, clock: Clock) -> None:
     for seconds in (DEFAULT_WAIT_S, 5.0):
-        with Asker(lambda: store, wait_s=seconds) as asker:
+        with Asker(lambda: store, wait_s=seconds, clock=clock) as asker:
             answer(asker.ask([key(1)]))
     assert store.limits_s == [DEFAULT_CALL_S, 5.0]
 

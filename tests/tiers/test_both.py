@@ -23,6 +23,7 @@ from tests.tiers.setup import (
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import BothTier, TierTicket
+from kvstow.tiers.both import BothTicket
 from kvstow.tiers.files import Buffers
 from kvstow.tiers.ticket import tickets_made
 from kvstow.transfer import TransferTimeout
@@ -169,8 +170,13 @@ def test_late_store_fails_its_own_blocks_only(both: BothTier, store: MemoryStore
     assert all(put(both.disk, KEYS[:2], FOUR[:2]))
     put_into_the_store(both)
     store.waits = True
-    ticket = begin_get(both, time.monotonic() + 1.0)
-    time.sleep(0.6)  # the store has half of the time
+    deadline = time.monotonic() + 2 * LONG_S
+    ticket = begin_get(both, deadline)
+    assert isinstance(ticket, BothTicket)
+    _, half = ticket.made
+    store_deadline = half.deadline
+    assert store_deadline is not None and store_deadline < deadline - LONG_S / 2
+    half._clock = lambda: (store_deadline + deadline) / 2
     store.waits = False
     store.go_on()
     assert answer(ticket) == [True, True, False, False]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiers.mooncake_master import Master, missing
-from tests.tiers.setup import digest_of
+from tests.tiers.mooncake_master import Master, missing, owning
+from tests.tiers.setup import LONG_S, digest_of
 
 from kvstow import ConfigError
 from kvstow._core import row_digests
@@ -49,7 +49,7 @@ def tier(
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "in place":
             patch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
-        tier = MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20)
+        tier = owning(arena, master.url, NAMESPACE)
     with tier:
         assert tier.copies_blocks == (request.param == "copied")
         yield tier
@@ -68,7 +68,7 @@ def fill(arena: HostArena, numbers: range) -> np.ndarray:
 
 
 def answer(ticket: TierTicket) -> list[bool]:
-    ticket.wait(30)
+    ticket.wait(LONG_S)
     ok: list[bool] = ticket.ok.tolist()
     return ok
 
@@ -139,9 +139,9 @@ def test_values_of_both_ways_are_equal(
     master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = fill(arena, range(2))
-    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as copying:
+    with owning(arena, master.url, NAMESPACE) as copying:
         monkeypatch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
-        with MooncakeTier(arena, master.url, NAMESPACE) as other:
+        with MooncakeTier(arena, master.url, NAMESPACE, timeout_s=LONG_S) as other:
             for number, (writer, reader) in enumerate(((copying, other), (other, copying)), 401):
                 assert answer(writer.put(blocks(number), [0])) == [True]
                 arena.slots[5] = 0
@@ -176,7 +176,7 @@ def test_bytes_that_arrive_after_their_call_are_not_served(
     master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = fill(arena, range(1))
-    with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+    with owning(arena, master.url, NAMESPACE) as tier:
         assert answer(tier.put(blocks(501), [0])) == [True]
         link = tier.links.current()
         tardy = _Tardy(link.store)
@@ -194,7 +194,7 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
     master = Master(tmp_path)
     with HostArena(4, SLOT_BYTES) as arena:
         rows = fill(arena, range(2))
-        with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+        with owning(arena, master.url, NAMESPACE) as tier:
             assert answer(tier.put(blocks(1, 2), [0, 1])) == [True, True]
             master.kill()
             for _ in range(4):
@@ -234,7 +234,7 @@ def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
         url = f"mooncake://{host}:{silent.getsockname()[1]}"
         with MooncakeTier(arena, url, NAMESPACE) as tier:
             ticket = tier.get(blocks(1), [2])
-            ticket.wait_until_ended(30)
+            ticket.wait_until_ended(LONG_S)
     assert not begun
     assert "cannot be reached" in str(ticket.error)
 
@@ -259,8 +259,8 @@ def test_a_wrong_url_is_refused(arena: HostArena, url: str, message: str) -> Non
 def test_only_the_blocks_of_one_model_are_deleted(master: Master, arena: HostArena) -> None:
     other = bytes(range(1, 17))
     with (
-        MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier,
-        MooncakeTier(arena, master.url, other, segment_bytes=64 << 20) as stranger,
+        owning(arena, master.url, NAMESPACE) as tier,
+        owning(arena, master.url, other) as stranger,
     ):
         for one in (tier, stranger):
             assert answer(one.put(blocks(301, 302), [0, 1])) == [True, True]

@@ -119,7 +119,7 @@ def tier(
     if request.param == "in place":
         monkeypatch.setattr("kvstow.tiers.mooncake.MAX_COPIED_BYTES", 0)
     url = "mooncake://127.0.0.1"
-    with MooncakeTier(arena, url, NAMESPACE, num_threads=1, timeout_s=0.5) as tier:
+    with MooncakeTier(arena, url, NAMESPACE, num_threads=1, timeout_s=LONG_S) as tier:
         yield tier
 
 

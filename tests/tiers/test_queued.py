@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from tests.interrupts import is_interrupted
+from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, new_arena
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept
 
@@ -96,7 +97,7 @@ def test_unexpected_error_is_named_by_its_type_alone(
         raise UnicodeEncodeError("utf-8", password, 0, 1, "not allowed")
 
     monkeypatch.setattr(Topology, "assign", fail)
-    with RespTier(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
+    with patient(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
         ticket = tier.contains(TierBlocks([bytes(32)], [0]))
         ticket.wait(LONG_S)
     assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)

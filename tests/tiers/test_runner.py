@@ -193,7 +193,7 @@ def test_job_that_is_interrupted_anywhere_in_its_tier_ends(
                 str(sources.__file__),
                 skipped=WITHOUT_SIGNALS,
             )
-            assert runner.wait(LONG_S / 10), f"line {line}: the job does not end"
+            assert runner.wait(LONG_S), f"line {line}: the job does not end"
             runner.poll()
         assert line > 10, "some lines were interrupted"
         runner.begin(direction, 3, blocks, slots)
@@ -229,5 +229,5 @@ def test_job_that_is_interrupted_beside_its_ticket_ends(
         monkeypatch.setattr(sources, "TierTicket", Cut)
         with pytest.raises(KeyboardInterrupt):
             runner.begin("demote", 1, blocks_of([key_of(0)], [0]), [0])
-        assert runner.wait(LONG_S / 10)
+        assert runner.wait(LONG_S)
         assert runner.poll() == [(1, [False])]

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.mooncake_master import Master, missing
+from tests.tiers.mooncake_master import Master, missing, owning
 from tests.tiers.resp.server import Server
+from tests.tiers.resp.small import patient
 
 from kvstow.tiers import SharedTier, TierBlocks, TierTicket
-from kvstow.tiers.mooncake import MooncakeTier
-from kvstow.tiers.resp import RespTier
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, VerifiedMover
 from kvstow.transfer.ticket import DamagedSlots
 
@@ -26,7 +25,7 @@ Open = Callable[[HostArena, Path], AbstractContextManager[SharedTier]]
 
 @contextmanager
 def resp(arena: HostArena, folder: Path) -> Iterator[SharedTier]:
-    with Server(folder) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with Server(folder) as server, patient(arena, server.url, NAMESPACE) as tier:
         yield tier
 
 
@@ -34,7 +33,7 @@ def resp(arena: HostArena, folder: Path) -> Iterator[SharedTier]:
 def mooncake(arena: HostArena, folder: Path) -> Iterator[SharedTier]:
     master = Master(folder)
     try:
-        with MooncakeTier(arena, master.url, NAMESPACE, segment_bytes=64 << 20) as tier:
+        with owning(arena, master.url, NAMESPACE) as tier:
             yield tier
     finally:
         master.kill()

@@ -643,14 +643,18 @@ def test_a_renewal_that_fails_leaves_the_store_on(
 
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
 def test_a_store_that_fails_leaves_the_disk_on(started: Started, store: Store, fault: str) -> None:
-    server = started(shared_ask_timeout_s=0.05, shared_timeout_s=0.3)
+    def start() -> Server:
+        server = started(shared_ask_timeout_s=0.05, shared_timeout_s=0.3)
+        worker(server)._timeout_s = LONG_S  # for the disk
+        return server
+
+    server = start()
     serve(server, "p")
     store.pause() if fault == "stopped" else store.kill()
     server.push_off_the_host()
     assert serve(server, "p") == NUM_HIT
     assert num_read(server) == [NUM_BLOCKS, 0]
-    server = started(shared_ask_timeout_s=0.05, shared_timeout_s=0.3)
-    assert serve(server, "p") == NUM_HIT
+    assert serve(start(), "p") == NUM_HIT
 
 
 def test_requests_do_not_wait_behind_reads_that_hang(
@@ -676,7 +680,7 @@ def test_requests_do_not_wait_behind_reads_that_hang(
         for name in "pq":
             assert server.serve(server.begin(name), settles=False) == 0
             server.forget()
-        assert time.monotonic() - begin_s < LONG_S / 2
+        assert time.monotonic() - begin_s < 0.75 * LONG_S
         go_on.set()
         server.settle()
     until_s = time.monotonic() + LONG_S

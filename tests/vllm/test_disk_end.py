@@ -7,12 +7,14 @@ finds wrong bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiers.setup import LONG_S
 from tests.vllm.disked import Server, folder_on_disk
 
 from kvstow.tiers.slot_store import SlotStore
@@ -24,8 +26,8 @@ from kvstow.vllm.disk_worker import DiskWorker
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 NUM_HIT = 96
-# Stores are not demoted, so their blocks are on the host only.
-RETURNED = {"disk_admit": "returned"}
+# Stores are not demoted, so their blocks are on the host only. The end may take long.
+RETURNED: dict[str, Any] = {"disk_admit": "returned", "disk_flush_s": LONG_S}
 
 
 @pytest.fixture
@@ -109,7 +111,7 @@ def test_the_most_recent_blocks_are_written_first_and_for_a_while_only(
 
     def begin_slowly(worker: DiskWorker, job: Any, deadline: float) -> None:
         begin(worker, job, deadline)
-        now[0] += 2.0
+        now[0] += 0.7 * LONG_S
 
     monkeypatch.setattr(disk_worker, "monotonic", lambda: monotonic() + now[0])
     monkeypatch.setattr(DiskWorker, "_begin", begin_slowly)
@@ -123,7 +125,7 @@ def test_the_most_recent_blocks_are_written_first_and_for_a_while_only(
 
 
 def test_the_write_rate_bounds_the_last_blocks_too(started: Started) -> None:
-    server = started(disk_max_write_bytes_per_s=4096, disk_flush_s=4.0)
+    server = started(disk_max_write_bytes_per_s=ceil(4 * 4096 / LONG_S))
     may_rest = server.half.may_rest
 
     def rest_later() -> bool:

@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture
 def master(tmp_path: Path) -> Iterator[Master]:
-    master = Master(tmp_path, lease_ms=10_000)  # a busy machine reads slowly
+    master = Master(tmp_path)
     yield master
     master.kill()
 

@@ -19,9 +19,14 @@ BLOCKS: Final = TierBlocks([digest_of(number) for number in range(NUM_BLOCKS)], 
 _NAMESPACE: Final = bytes(range(16))
 
 
+def patient(arena: HostArena, url: str, namespace: bytes, **options: Any) -> RespTier:
+    """Return a tier whose jobs outlast some seconds in which the machine stands still."""
+    return RespTier(arena, url, namespace, **{"timeout_s": LONG_S, **options})
+
+
 def opened(arena: HostArena, url: str, **options: Any) -> RespTier:
-    """Return a tier with one thread for puts, and one for the rest."""
-    return RespTier(arena, url, _NAMESPACE, num_threads=1, **options)
+    """Return such a tier with one thread for puts, and one for the rest."""
+    return patient(arena, url, _NAMESPACE, num_threads=1, **options)
 
 
 def key_of(number: int) -> bytes:

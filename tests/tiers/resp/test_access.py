@@ -11,6 +11,7 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
+from tests.tiers.resp.small import LONG_S, patient
 from tests.tiers.setup import digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
@@ -22,7 +23,6 @@ from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 8, 4096
 NAMESPACE = bytes(range(16))
-LONG_S = 20.0
 LOGIN = Credentials("kvstow", "PASSWORD")
 PAGE = ROOT / "docs" / "how-to" / "shared.md"
 CLUSTER = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
@@ -74,7 +74,7 @@ def test_the_access_list_of_the_documentation_is_enough(
         url = ready_url(server, form)
         server.command("ACL", "SETUSER", *documented_user())
         if more:
-            with RespTier(arena, url, NAMESPACE, credentials=LOGIN) as tier:
+            with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
                 refused = str(ended(tier.put(blocks(), range(NUM_SLOTS))).error)
                 assert "the access list refused a command: allow the user" in refused
                 assert more in refused
@@ -82,7 +82,7 @@ def test_the_access_list_of_the_documentation_is_enough(
                 count_blocks(url, credentials=LOGIN)
             assert f"add `{more}`" in " ".join(PAGE.read_text().split())
         server.command("ACL", "SETUSER", "kvstow", *more.split())
-        with RespTier(arena, url, NAMESPACE, credentials=LOGIN) as tier:
+        with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
             assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()
             assert ended(tier.contains(blocks())).ok.all()
             assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
@@ -95,7 +95,7 @@ def test_the_access_list_of_the_documentation_is_enough_behind_sentinel(
     with Server(tmp_path) as server, sentinel(tmp_path, server) as port:
         server.command("ACL", "SETUSER", *documented_user())
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + LONG_S
-        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=LOGIN) as tier:
+        with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
             while not (done := ended(tier.put(blocks(), range(NUM_SLOTS)))).ok.all():
                 assert time.monotonic() < until_s, done.error
                 time.sleep(0.05)
@@ -129,7 +129,7 @@ def test_a_password_file_that_is_empty_at_the_start_is_read_again(
     file.write_text("")
     with Server(tmp_path, "--requirepass", "open-sesame") as server:
         login = Credentials.find(file)
-        with RespTier(arena, server.url, NAMESPACE, credentials=login) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=login) as tier:
             assert "asks for a password" in str(ended(tier.contains(blocks())).error)
             file.write_text("open-sesame\n")
             assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server, free_port
+from tests.tiers.resp.small import LONG_S, patient
 from tests.tiers.setup import digest_of
 
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.asking import Asker, Key, TierStore
-from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
 
-LONG_S = 20.0
 OWN, OTHER = bytes(range(16)), bytes(range(1, 17))
 KEYS: list[Key] = [(digest_of(number // 2), number % 2) for number in range(20)]
 
@@ -34,7 +33,7 @@ def opened(
     with HostArena(1, 4096) as arena:
 
         def connect() -> TierStore:
-            return TierStore(RespTier(arena, url, namespace, timeout_s=1.0))
+            return TierStore(patient(arena, url, namespace))
 
         with Asker(connect, wait_s=wait_s, call_s=call_s, keep_s=keep_s) as asker:
             yield asker
@@ -42,7 +41,7 @@ def opened(
 
 def put(url: str, keys: list[Key], namespace: bytes = OWN) -> None:
     blocks = TierBlocks([digest for digest, _ in keys], [group for _, group in keys])
-    with HostArena(len(keys), 4096) as arena, RespTier(arena, url, namespace) as tier:
+    with HostArena(len(keys), 4096) as arena, patient(arena, url, namespace) as tier:
         ticket = tier.put(blocks, range(len(keys)))
         ticket.wait(LONG_S)
         assert ticket.ok.all()

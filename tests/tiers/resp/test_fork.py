@@ -8,33 +8,30 @@ from collections.abc import Iterator
 
 import pytest
 from tests.forks import in_child
+from tests.tiers.resp.small import LONG_S, patient
 
 from kvstow import StateError
 from kvstow.tiers import TierBlocks
-from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
 
 # Python warns of a fork in a process with threads, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-LONG_S = 20.0
 FORMS = ["redis+sentinel://{}/service", "redis+cluster://{}", "redis://{}"]
 
 
 @pytest.fixture
-def silent() -> Iterator[str]:
-    """Yield host and port of a server that accepts connections and never answers."""
+def silent() -> Iterator[socket.socket]:
+    """Yield a server that takes connections, and answers nothing until it ends them."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"127.0.0.1:{server.getsockname()[1]}"
+        yield server
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_child_closes_the_tier_and_ends_its_tickets(silent: str, form: str) -> None:
+def test_child_closes_the_tier_and_ends_its_tickets(silent: socket.socket, form: str) -> None:
     blocks = TierBlocks([bytes(32)], [0])
-    with (
-        HostArena(4, 4096) as arena,
-        RespTier(arena, form.format(silent), bytes(16), timeout_s=2.0) as tier,
-    ):
+    url = form.format(f"127.0.0.1:{silent.getsockname()[1]}")
+    with HostArena(4, 4096) as arena, patient(arena, url, bytes(16)) as tier:
         tickets = [tier.get(blocks, [1]), tier.put(blocks, [2]), tier.contains(blocks)]
         until_s = time.monotonic() + LONG_S
         while not (tier.nodes._lock.locked() or form.startswith("redis:")):
@@ -50,6 +47,7 @@ def test_child_closes_the_tier_and_ends_its_tickets(silent: str, form: str) -> N
                 tier.get(blocks, [1])
 
         in_child(check)
+        silent.close()
         for ticket in tickets:
             ticket.wait_until_ended(LONG_S)
             assert "forked" not in str(ticket.error)

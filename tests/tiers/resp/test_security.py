@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
+from tests.tiers.resp.small import LONG_S, patient
 from tests.tiers.resp.tls import Authority, TlsServer
 from tests.tiers.setup import digest_of, random_arena
 
@@ -27,7 +28,6 @@ from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 40, 9000
 NAMESPACE = bytes(range(16))
-LONG_S = 20.0
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_blocks_come_back_through_tls(
 ) -> None:
     with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
         url, security = f"rediss://127.0.0.1:{server.port}", Security(ca_file=authority.ca_file)
-        with RespTier(arena, url, NAMESPACE, security=security, num_threads=1) as tier:
+        with patient(arena, url, NAMESPACE, security=security, num_threads=1) as tier:
             wires: list[Wire] = []
             connect = tier.nodes.connect
 
@@ -93,7 +93,7 @@ def test_a_certificate_that_does_not_verify_is_refused(
     with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue(host)) as server:
         security = Security(ca_file=authority.ca_file if has_ca else None)
         url = f"rediss://127.0.0.1:{server.port}"
-        with RespTier(arena, url, NAMESPACE, security=security) as tier:
+        with patient(arena, url, NAMESPACE, security=security) as tier:
             ticket = ended(tier.put(blocks(), range(20)))
             assert not ticket.ok.any()
             assert f"127.0.0.1:{server.port}: {message}" in str(ticket.error)
@@ -121,7 +121,7 @@ def test_an_access_list_of_four_commands_is_enough(
     )
     with Server(tmp_path, "--aclfile", str(users)) as server:
         right = Credentials("kvstow", "open-sesame")
-        with RespTier(arena, server.url, NAMESPACE, credentials=right) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=right) as tier:
             round_trip(tier)
             assert ended(tier.delete(blocks())).ok.all()
         assert not caplog.records
@@ -131,7 +131,7 @@ def test_an_access_list_of_four_commands_is_enough(
             (Credentials("nobody", "open-sesame"), "the server refused the login: check KVSTOW_"),
             (Credentials(), "the server asks for a password: set KVSTOW_SHARED_USERNAME and KVST"),
         ):
-            with RespTier(arena, server.url, NAMESPACE, credentials=credentials) as tier:
+            with patient(arena, server.url, NAMESPACE, credentials=credentials) as tier:
                 for _ in range(4):
                     ticket = ended(tier.put(blocks(), range(20)))
                     assert not ticket.ok.any()
@@ -162,7 +162,7 @@ def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_bloc
     with HostArena(1, slot_bytes) as large, socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=refuse_long_commands, args=[listener], daemon=True).start()
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
-        with RespTier(large, url, NAMESPACE) as tier:
+        with patient(large, url, NAMESPACE) as tier:
             ticket = ended(tier.put(blocks(1), [0]))
             assert not ticket.ok.any()
             assert "the server asks for a password: set KVSTOW_SHARED_USER" in str(ticket.error)
@@ -190,7 +190,7 @@ def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: Ho
     with Server(tmp_path, "--aclfile", str(users)) as server:
         credentials = Credentials("kvstow", "open-sesame", str(password))
         assert "sesame" not in repr(credentials)
-        with RespTier(arena, server.url, NAMESPACE, credentials=credentials) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=credentials) as tier:
             round_trip(tier)
             server.command("ACL", "SETUSER", "kvstow", "resetpass", ">open-barley")
             server.command("CLIENT", "KILL", "TYPE", "normal")
@@ -227,7 +227,7 @@ def test_a_server_without_a_memory_policy_is_warned_of_once(
     caplog.set_level(logging.WARNING)
     with (
         Server(tmp_path, *options) as server,
-        RespTier(arena, server.url, NAMESPACE, ttl_s=ttl_s) as tier,
+        patient(arena, server.url, NAMESPACE, ttl_s=ttl_s) as tier,
     ):
         for _ in range(3):
             round_trip(tier)
@@ -239,7 +239,7 @@ def test_a_server_that_comes_after_the_start_is_used(
     tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    with RespTier(arena, f"redis://127.0.0.1:{port}", NAMESPACE) as tier:
+    with patient(arena, f"redis://127.0.0.1:{port}", NAMESPACE) as tier:
         for _ in range(6):
             assert not ended(tier.put(blocks(), range(20))).ok.any()
         assert len(caplog.records) == 1
@@ -261,7 +261,7 @@ def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: 
         replica = ("--replicaof", "127.0.0.1", str(first.port))
         with Server(folders[1], *replica) as second, sentinel(tmp_path, first) as port:
             url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
-            with RespTier(arena, url, NAMESPACE, timeout_s=2.0) as tier:
+            with patient(arena, url, NAMESPACE) as tier:
                 while not ended(tier.put(blocks(), range(20))).ok.all():
                     assert time.monotonic() < until_s, "Sentinel does not answer"
                     time.sleep(0.05)
@@ -311,7 +311,7 @@ def test_a_cluster_or_sentinel_that_does_not_serve_is_left_alone(
 ) -> None:
     with Server(tmp_path, *options) as server:
         url = url.format(port=server.port, free=free_port())
-        with RespTier(arena, url, NAMESPACE, timeout_s=5.0) as tier:
+        with patient(arena, url, NAMESPACE) as tier:
             ticket = ended(tier.put(blocks(), range(20)))
             assert message in str(ticket.error)
             assert "redis.client" not in str(ticket.error), "the text of redis-py's connection"
@@ -342,13 +342,13 @@ def test_sentinel_that_asks_gets_the_password_of_the_servers(
         sentinel(folders[1], server, *lines) as port,
     ):
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
-        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=right) as tier:
+        with patient(arena, url, NAMESPACE, credentials=right) as tier:
             while not (done := ended(tier.put(blocks(), range(20)))).ok.all():
                 assert time.monotonic() < until_s, done.error
                 time.sleep(0.05)
             round_trip(tier)
         wrong = replace(right, password="no-sesame", password_file=None)
-        with RespTier(arena, url, NAMESPACE, timeout_s=2.0, credentials=wrong) as tier:
+        with patient(arena, url, NAMESPACE, credentials=wrong) as tier:
             refused = str(ended(tier.put(blocks(), range(20))).error)
             assert "Sentinel refused the login: set KVSTOW_SHARED_PASSWORD" in refused
             assert "no-sesame" not in refused
@@ -357,7 +357,7 @@ def test_sentinel_that_asks_gets_the_password_of_the_servers(
 def test_sentinel_that_knows_no_such_service_is_named(tmp_path: Path, arena: HostArena) -> None:
     with Server(tmp_path) as server, sentinel(tmp_path, server) as port:
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/other", time.monotonic() + LONG_S
-        with RespTier(arena, url, NAMESPACE, timeout_s=2.0) as tier:
+        with patient(arena, url, NAMESPACE) as tier:
             text = ""
             while "Sentinel knows no master 'other' that is up: take the name" not in text:
                 assert time.monotonic() < until_s, text

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from tests.tiers.resp.server import Server
 from tests.tiers.resp.simulated import Simulated
+from tests.tiers.resp.small import patient
 from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, TransferError
 from kvstow.cli import main
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.framed import KEY_PREFIX, Namespace
-from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.tiers.resp import Credentials
 from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
 from kvstow.transfer import HostArena
 
@@ -23,7 +24,7 @@ OWN, OTHER = Namespace(bytes(range(16))), Namespace(bytes(range(1, 17)))
 
 def put(url: str, namespace: Namespace, num: int) -> None:
     blocks = TierBlocks([digest_of(at) for at in range(num)], [at % 3 for at in range(num)])
-    with HostArena(num, 64) as arena, RespTier(arena, url, namespace.digest) as tier:
+    with HostArena(num, 64) as arena, patient(arena, url, namespace.digest) as tier:
         ticket = tier.put(blocks, range(num))
         ticket.wait(20)
         assert ticket.ok.all()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
+from tests.tiers.resp.small import LONG_S, patient
 from tests.tiers.setup import digest_of
 
 from kvstow import ConfigError, StateError
@@ -38,7 +39,7 @@ def arena(server: Server) -> Iterator[HostArena]:
 
 @pytest.fixture
 def tier(server: Server, arena: HostArena) -> Iterator[RespTier]:
-    with RespTier(arena, server.url, NAMESPACE) as tier:
+    with patient(arena, server.url, NAMESPACE) as tier:
         yield tier
 
 
@@ -55,7 +56,7 @@ def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
 
 def asked(ticket: TierTicket) -> TierTicket:
     """Return a ticket that has an answer."""
-    ticket.wait(10)
+    ticket.wait(LONG_S)
     return ticket
 
 
@@ -109,7 +110,7 @@ def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> Non
     fill(arena, range(2))
     answer(tier.put(blocks(7, 19_999), [0, 1]))
     ticket = tier.contains(blocks(*range(20_000)))
-    ticket.wait(10)
+    ticket.wait(LONG_S)
     assert np.flatnonzero(ticket.ok).tolist() == [7, 19_999]
 
 
@@ -190,7 +191,7 @@ def test_large_blocks_that_are_asked_for_one_after_another_keep_their_places(
     """A server is asked for two blocks of this size at once. There are parts of 16 and of 3."""
     server.command("FLUSHALL")
     there = [number for number in range(19) if number not in (1, 4, 15, 18)]
-    with HostArena(19, 300 << 10) as arena, RespTier(arena, server.url, NAMESPACE) as tier:
+    with HostArena(19, 300 << 10) as arena, patient(arena, server.url, NAMESPACE) as tier:
         arena.slots[:] = np.random.default_rng(0).integers(0, 256, arena.slots.shape, np.uint8)
         rows = arena.slots.copy()
         assert all(answer(tier.put(blocks(*there), there)))
@@ -206,7 +207,7 @@ def test_two_models_do_not_meet(server: Server, arena: HostArena, tier: RespTier
     fill(arena, range(1))
     answer(tier.put(blocks(1), [0]))
     other = bytes(16)
-    with RespTier(arena, server.url, other) as stranger:
+    with patient(arena, server.url, other) as stranger:
         assert answer(stranger.get(blocks(1), [1])) == [False]
         # Even where the block of the one lies under the key of the other.
         server.command("SET", key_of(1, other), value_of(server, key_of(1)))
@@ -226,7 +227,7 @@ def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> N
     fill(arena, range(1))
     with Server(tmp_path) as server:
         server.kill()
-        with RespTier(arena, server.url, NAMESPACE) as tier:
+        with patient(arena, server.url, NAMESPACE) as tier:
             ticket = tier.put(blocks(1), [0])
             assert answer(ticket) == [False]
             assert "127.0.0.1" in str(ticket.error)
@@ -241,7 +242,7 @@ def test_a_server_that_comes_late_is_used(tmp_path: Path, arena: HostArena) -> N
 
 def test_a_restart_of_the_server_fails_no_job(tmp_path: Path, arena: HostArena) -> None:
     fill(arena, range(8))
-    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with Server(tmp_path) as server, patient(arena, server.url, NAMESPACE) as tier:
         for _ in range(2):
             # Enough jobs at once for all threads.
             puts = [tier.put(blocks(number), [number]) for number in range(8)]
@@ -260,7 +261,7 @@ def test_bytes_that_nobody_asked_for_are_no_answer(
         monkeypatch.setattr(Wire, "is_idle", True)
     with Proxy(server.port, seed=0) as proxy:
         url = f"redis://127.0.0.1:{proxy.port}"
-        with RespTier(arena, url, NAMESPACE, num_threads=1) as tier:
+        with patient(arena, url, NAMESPACE, num_threads=1) as tier:
             assert answer(tier.contains(blocks(7))) == [False]
             proxy.say(b":1\r\n")
             assert answer(tier.contains(blocks(7))) == [not is_looked_at]
@@ -268,7 +269,7 @@ def test_bytes_that_nobody_asked_for_are_no_answer(
 
 def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena: HostArena) -> None:
     rows = fill(arena, range(2))
-    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with Server(tmp_path) as server, patient(arena, server.url, NAMESPACE) as tier:
         assert answer(tier.put(blocks(1, 2), [0, 1])) == [True, True]
         assert answer(tier.get(blocks(1), [1])) == [True]
         server.pause()
@@ -298,7 +299,7 @@ def test_a_full_queue_of_puts_drops(tmp_path: Path, arena: HostArena) -> None:
     fill(arena, range(8))
     with Server(tmp_path) as server:
         room = 4 * arena.slot_stride_bytes
-        with RespTier(arena, server.url, NAMESPACE, max_queued_bytes=room) as tier:
+        with patient(arena, server.url, NAMESPACE, max_queued_bytes=room) as tier:
             assert answer(tier.put(blocks(0), [0])) == [True]
             server.pause()
             first = tier.put(blocks(1, 2, 3, 4), [1, 2, 3, 4])
@@ -313,7 +314,7 @@ def test_a_full_queue_of_puts_drops(tmp_path: Path, arena: HostArena) -> None:
 
 def test_blocks_expire(server: Server, arena: HostArena) -> None:
     fill(arena, range(1))
-    with RespTier(arena, server.url, NAMESPACE, ttl_s=1000) as tier:
+    with patient(arena, server.url, NAMESPACE, ttl_s=1000) as tier:
         assert answer(tier.put(blocks(1), [0])) == [True]
         left = int(server.command("TTL", key_of(1))[1:-2])
         assert 0 < left <= 1000
@@ -323,7 +324,7 @@ def test_several_servers_share_the_keys(tmp_path: Path, arena: HostArena) -> Non
     rows = fill(arena, range(32))
     with Server(tmp_path) as a, Server(tmp_path) as b:
         url = f"{a.url},127.0.0.1:{b.port}"
-        with RespTier(arena, url, NAMESPACE) as tier:
+        with patient(arena, url, NAMESPACE) as tier:
             assert answer(tier.put(blocks(*range(32)), range(32))) == [True] * 32
             sizes = [int(server.command("DBSIZE")[1:-2]) for server in (a, b)]
             assert sum(sizes) == 32
@@ -352,7 +353,7 @@ def test_a_cluster_is_asked_where_keys_are(tmp_path: Path, arena: HostArena) -> 
         ):
             assert time.monotonic() < until_s, "the cluster does not form"
             time.sleep(0.05)
-        with RespTier(arena, f"redis+cluster://127.0.0.1:{a.port}", NAMESPACE) as tier:
+        with patient(arena, f"redis+cluster://127.0.0.1:{a.port}", NAMESPACE) as tier:
             assert answer(tier.put(blocks(*range(32)), range(32))) == [True] * 32
             sizes = [int(server.command("DBSIZE")[1:-2]) for server in (a, b)]
             assert sum(sizes) == 32
@@ -367,18 +368,18 @@ def test_a_password_is_needed_and_never_shown(
 ) -> None:
     fill(arena, range(1))
     with Server(tmp_path, "--requirepass", "open-sesame") as server:
-        with RespTier(arena, server.url, NAMESPACE, credentials=Credentials()) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=Credentials()) as tier:
             for _ in range(4):
                 ticket = tier.put(blocks(1), [0])
                 assert answer(ticket) == [False]
         wrong = Credentials(password="closed-sesame")
-        with RespTier(arena, server.url, NAMESPACE, credentials=wrong) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=wrong) as tier:
             for _ in range(4):
                 ticket = tier.put(blocks(1), [0])
                 assert answer(ticket) == [False]
                 assert "sesame" not in str(ticket.error)
         right = Credentials(password="open-sesame")
-        with RespTier(arena, server.url, NAMESPACE, credentials=right) as tier:
+        with patient(arena, server.url, NAMESPACE, credentials=right) as tier:
             assert answer(tier.put(blocks(1), [0])) == [True]
         assert "sesame" not in repr(right)
         assert "sesame" not in caplog.text
@@ -388,7 +389,7 @@ def test_a_password_is_needed_and_never_shown(
 def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> None:
     fill(arena, range(64))
     options = ("--maxmemory", "1mb", "--maxmemory-policy", "noeviction")
-    with Server(tmp_path, *options) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with Server(tmp_path, *options) as server, patient(arena, server.url, NAMESPACE) as tier:
         ticket = tier.put(blocks(*range(64)), range(64))
         assert not all(answer(ticket))
         assert "OOM" in str(ticket.error)
@@ -397,7 +398,7 @@ def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> 
 
 
 def test_a_closed_tier_takes_nothing(server: Server, arena: HostArena) -> None:
-    tier = RespTier(arena, server.url, NAMESPACE)
+    tier = patient(arena, server.url, NAMESPACE)
     tier.close()
     tier.close()
     with pytest.raises(StateError, match="closed"):
@@ -406,7 +407,7 @@ def test_a_closed_tier_takes_nothing(server: Server, arena: HostArena) -> None:
 
 def test_a_new_namespace_finds_nothing_of_before(tmp_path: Path, arena: HostArena) -> None:
     rows = fill(arena, range(4))
-    with Server(tmp_path) as server, RespTier(arena, server.url, NAMESPACE) as tier:
+    with Server(tmp_path) as server, patient(arena, server.url, NAMESPACE) as tier:
         assert answer(tier.put(blocks(1), [0])) == [True]
         server.pause()
         under_way = tier.put(blocks(2), [1])
