@@ -401,6 +401,18 @@ def test_servers_with_other_files_that_settings_name_do_not_share(
         worlds[1].digest()
 
 
+def test_file_with_the_name_of_a_switch_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell makes one from `2>1`, with the server's log."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
+    before = variables()
+    assert before
+    Path("1").write_text("log")
+    assert variables() == before
+
+
 def test_drafts_shape_no_block_of_a_model_without_states(worlds: tuple[World, World]) -> None:
     for world in worlds:
         world.config.model_config.has_inner_state = False
@@ -544,14 +556,45 @@ def test_settings_of_images_that_change_no_numbers_do_not_count(name: str) -> No
     assert repr(first) != repr(second) and texts[0] == texts[1] != texts[2]
 
 
-@pytest.mark.parametrize("given", [-1, 512])
-def test_a_length_that_vllm_fits_to_its_memory_does_not_count(given: int) -> None:
+@pytest.mark.parametrize(
+    ("given", "media", "is_counted"),
+    [
+        (-1, None, False),
+        (-1, MultiModalConfig(language_model_only=True), False),
+        # The image processor of Nemotron Nano shrinks images to what fits in the length.
+        (-1, MultiModalConfig(), True),
+        (512, None, True),
+    ],
+    ids=["text", "images off", "images", "given"],
+)
+def test_a_length_that_vllm_fits_to_its_memory_does_not_count(
+    given: int, media: Any, is_counted: bool
+) -> None:
     """With `--max-model-len auto` it differs with each start."""
     first, second = (
-        _configured(original_max_model_len=given, max_model_len=length) for length in (300, 200)
+        _configured(original_max_model_len=given, max_model_len=length, multimodal_config=media)
+        for length in (300, 200)
     )
-    has_fitted = given == -1
-    assert (shaping_module._settings(first) == shaping_module._settings(second)) == has_fitted
+    has_same = shaping_module._settings(first) == shaping_module._settings(second)
+    assert has_same == (not is_counted)
+
+
+def test_settings_for_the_generation_count_unless_they_only_choose_among_tokens(
+    tmp_path: Path,
+) -> None:
+    """Llama 4 scales its queries by `attn_temperature_tuning`."""
+    given = {"temperature": 0.5, "top_k": 3, "attn_temperature_tuning": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    rest = {"attn_temperature_tuning": True}
+    for settings, counted in (
+        ({"generation_config": "auto"}, {}),
+        ({"generation_config": "vllm", "override_generation_config": {"min_p": 0.1}}, {}),
+        ({"generation_config": "auto", "override_generation_config": given}, rest),
+        ({"generation_config": str(tmp_path), "config_format": "auto"}, rest),
+    ):
+        found = shaping_module._generation(_configured(**settings))
+        found.pop("transformers_version", None)
+        assert found == counted
 
 
 @pytest.mark.parametrize("parts", [(1, 2), ({1}, {2})], ids=["JSON", "no JSON"])

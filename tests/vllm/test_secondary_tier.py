@@ -23,6 +23,7 @@ import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.damage import all_proven, flip
 from tests.vllm.halves import FULL, cache_config, engine_config
+from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventGroupSpec,
@@ -118,7 +119,9 @@ def configuration(name: str) -> SimpleNamespace:
     )
     return SimpleNamespace(
         model_config=model,
-        cache_config=SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256"),
+        cache_config=SimpleNamespace(
+            cache_dtype="auto", prefix_caching_hash_algo="sha256", enable_prefix_caching=True
+        ),
         parallel_config=SimpleNamespace(),
         load_config=SimpleNamespace(
             load_format="auto", model_loader_extra_config={}, download_dir=None
@@ -364,6 +367,28 @@ def test_the_beginning_is_kept_if_not_all_chunks_fit(make: Make) -> None:
 
 
 @says_order
+@pytest.mark.parametrize("restarts", [False, True], ids=["runs on", "restarts"])
+def test_new_chunks_around_others_of_their_prompt_displace_those_behind(
+    make: Make, restarts: bool
+) -> None:
+    """As after a damaged first chunk, which is written again with the end of the prompt."""
+    keys = KEYS[:12:2]  # of one group
+    world = make(max_bytes=SlotFile.bytes_for(6 if restarts else 3, CHUNK))
+    world.compute(keys[1:4], world.request("before", keys[:4]))
+    world.wait()
+    request = world.request("again", keys)
+    world.compute([keys[0], keys[4]], request)
+    world.wait()
+    if restarts:
+        world.close()
+        world = make(max_bytes=SlotFile.bytes_for(6, CHUNK))
+        world.store(KEYS[20:22])
+        assert [key for key in KEYS if world.has(key)] == keys[:4] + KEYS[20:22]
+    else:
+        assert [key for key in KEYS if world.has(key)] == keys[:3]
+
+
+@says_order
 def test_restarted_server_keeps_the_beginning_of_the_last_prompt(make: Make) -> None:
     """Its end was written last, and its beginning before other prompts."""
     world = make()
@@ -585,6 +610,19 @@ def test_other_weights_of_a_draft_model_are_refused(
     (tmp_path / "draft" / "weights").write_text("other")
     with pytest.raises(ConfigError, match="draft_weights"):
         make(change=with_draft)
+
+
+@pytest.mark.parametrize(("has_prefixes", "cache_gb"), [(True, 0), (False, 4), (False, 0)])
+def test_chunks_are_not_warm_if_images_have_numbers_for_names(
+    make: Make, has_prefixes: bool, cache_gb: int
+) -> None:
+    """vLLM counts from 0 at each start, so another image has the same number."""
+
+    def change(config: Any) -> None:
+        config.cache_config.enable_prefix_caching = has_prefixes
+        config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
+
+    assert restarted(make, change=change).has(KEYS[0]) == (has_prefixes or cache_gb > 0)
 
 
 def _code_elsewhere(config: Any) -> None:

@@ -20,7 +20,7 @@ from vllm import version as vllm_version
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.digest import digest_of
 from kvstow.vllm.identity import content_of, folders_of, why_private
-from kvstow.vllm.shaping import shaping
+from kvstow.vllm.shaping import shaping, takes_media
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,10 +67,26 @@ def chunks_fingerprint(
         for which, folder in folders_of(config).items():
             if folder is not None:
                 fields[which] = content_of(folder, Path(f"{path}.weights.json"))
-        why = why_private(config, version_path, is_version_enough=True)
+        why = _why_unnamed(config) or why_private(config, version_path, is_version_enough=True)
     if why:
         fields["start"] = secrets.token_hex(16)
     return Fingerprint(fields), why
+
+
+def _why_unnamed(config: VllmConfig) -> str:
+    """Return why block hashes name no image, so that a later server has the same for another one.
+
+    vLLM counts images from 0 at each start then, and has the number in the hash.
+    """
+    model = config.model_config
+    if config.cache_config.enable_prefix_caching or not takes_media(model):
+        return ""
+    if getattr(model.multimodal_config, "mm_processor_cache_gb", None) != 0:
+        return ""
+    return (
+        "vLLM's hashes have no content of images: start it with --enable-prefix-caching, or with "
+        "mm_processor_cache_gb above 0"
+    )
 
 
 def _device() -> str:

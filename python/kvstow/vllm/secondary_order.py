@@ -30,17 +30,24 @@ def chunks_before(keys: Sequence[Key], ends: dict[Key, int]) -> list[Key | None]
         keys: the chunks, by their ends.
         ends: where each chunk of the request ends.
     """
-    last: dict[int, Key | None] = {}
-    found = []
+    lowest: dict[int, int] = {}
     for key in keys:
-        group, end = get_offload_group_idx(key), ends.get(key, 0)
-        if group not in last:
-            # vLLM notes the chunks of a group in their order, so the last that fits is the nearest.
-            fits = (it for it in reversed(ends) if ends[it] < end)
-            last[group] = next((it for it in fits if get_offload_group_idx(it) == group), None)
-        found.append(last[group])
-        last[group] = key
-    return found
+        lowest.setdefault(get_offload_group_idx(key), ends.get(key, 0))
+    before: dict[Key, Key] = {}
+    later: dict[int, Key] = {}
+    # vLLM notes the chunks of a group in their order, and new ones are among the last.
+    for key in reversed(ends):
+        group, end = get_offload_group_idx(key), ends[key]
+        if group not in lowest or (group in later and ends[later[group]] <= end):
+            continue
+        if group in later:
+            before[later[group]] = key
+        later[group] = key
+        if end < lowest[group]:
+            del lowest[group]
+            if not lowest:
+                break
+    return [before.get(key) for key in keys]
 
 
 def adopted(records: SlotRecords) -> OrderedDict[Key, int]:

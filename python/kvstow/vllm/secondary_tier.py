@@ -355,14 +355,15 @@ class KVStowDisk(SecondaryTierManager):
     def _taken(self, new: list[Key], ends: dict[Key, int]) -> list[int]:
         """Take up to a slot for each new key, those of the oldest keys last, in ascending order.
 
-        Earlier chunks of the same prompt stay, because nothing finds the new ones without them.
+        Chunks of the same prompt before a new one stay, because nothing finds it without them.
         """
-        num, first = len(new), ends.get(new[0], 0) if new else 0
+        num, own = len(new), [ends.get(key, 0) for key in new]
         slots = [self._free.pop() for _ in range(min(num, len(self._free)))]
         dropped = []
         for key, slot in self._slots.items():
             if len(slots) == num:
                 break
+            first = own[len(slots)]  # the new ones come in their order
             if not self._busy[slot] and ends.get(key, first) >= first:
                 dropped.append(key)
                 slots.append(slot)

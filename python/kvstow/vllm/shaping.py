@@ -49,7 +49,8 @@ _OF_STATES: Final = (
     "use_replayssm",
     "replayssm_buffer_len",
 )
-# Settings of a model that its hash has, and that shape no block: what answers show, and sleep.
+# Settings of a model that its hash has, and that shape no block: what answers show, and sleep. Of
+# those for the generation, `_generation` returns the rest.
 _OF_NO_BLOCK: Final = (
     "enable_cumem_allocator",
     "enable_nccl_comm_suspend",
@@ -61,6 +62,20 @@ _OF_NO_BLOCK: Final = (
     "sleep_mode_backend",
     "sleep_mode_offload_cudagraph",
     "sleep_preserve_parameter_names",
+)
+# What of the settings for the generation only chooses among tokens. Llama 4 scales its queries by
+# another one (`attn_temperature_tuning`).
+_OF_SAMPLING: Final = frozenset(
+    (
+        "frequency_penalty",
+        "max_new_tokens",
+        "min_p",
+        "presence_penalty",
+        "repetition_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+    )
 )
 # The same of images and videos: caches, memory, and ways between processes.
 _OF_NO_NUMBERS: Final = (
@@ -100,7 +115,12 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
         "worker": str(getattr(parallel, "worker_cls", None)),
         "model": digest_of(
             [
-                (_settings(own), _quantization(own), _media(own.multimodal_config))
+                (
+                    _settings(own),
+                    _generation(own),
+                    _quantization(own),
+                    _media(own.multimodal_config),
+                )
                 for own in models_of(config).values()
             ]
         ),
@@ -127,11 +147,25 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
 def _settings(model: Any) -> str:
     """Return vLLM's hash of what may shape blocks of a model, its configuration included."""
     own = _without(model, _OF_NO_BLOCK)
-    if getattr(own, "original_max_model_len", None) == -1:
+    if getattr(own, "original_max_model_len", None) == -1 and not takes_media(model):
         # vLLM shortens it to what fits in memory, which differs with each start, but has built the
-        # model for the longest.
+        # model for the longest. A processor of images may make them smaller to fit (Nemotron Nano).
         own.max_model_len = -1
     return str(own.compute_hash())
+
+
+def takes_media(model: Any) -> bool:
+    """Whether requests of a model may bring images, audio or video."""
+    media = model.multimodal_config
+    return media is not None and not getattr(media, "language_model_only", False)
+
+
+def _generation(model: Any) -> dict[str, Any]:
+    """Return what may shape blocks of the settings for the generation, without the model's own."""
+    given = getattr(model, "override_generation_config", None) or {}
+    if getattr(model, "generation_config", "auto") not in ("auto", "vllm"):
+        given = {**model.try_get_generation_config(), **given}
+    return {name: given[name] for name in sorted(given) if name not in _OF_SAMPLING}
 
 
 def _without(settings: Any, names: Iterable[str]) -> Any:

@@ -171,4 +171,6 @@ def variables() -> str:
 def _content(name: str) -> bytes | None:
     """Return the content of the file that a variable names; None if it names none."""
     value = os.environ[name]
-    return content_named(name, value) if os.path.isfile(value) else None
+    # A switch names none, also where a shell has made a file of its name, as `2>1` does.
+    is_file = not value.isdigit() and os.path.isfile(value)
+    return content_named(name, value) if is_file else None
