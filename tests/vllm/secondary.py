@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
+from tests.tiers.setup import LONG_S
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingKVEventsConfig,
@@ -43,7 +44,6 @@ from kvstow.vllm.secondary_tier import KVStowDisk
 CHUNK = 8192
 NUM_CHUNKS = 4
 NUM_SLOTS = 8
-LONG_S = 20.0
 # Whether vLLM says where in a request each chunk is.
 SAYS_ORDER = hasattr(ReqContext, "set_offload_key_position")
 says_order = pytest.mark.skipif(

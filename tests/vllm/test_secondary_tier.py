@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.damage import all_proven, flip
+from tests.tiers.setup import LONG_S
 from tests.vllm.secondary import (
     CHUNK,
     KEYS,
-    LONG_S,
     NUM_SLOTS,
     Make,
     content,

@@ -353,9 +353,10 @@ class KVStowDisk(SecondaryTierManager):
             logger.info("kvstow: %d chunks are warm in %s", len(self._slots), self.tier.path)
 
     def _taken(self, new: list[Key], ends: dict[Key, int]) -> list[int]:
-        """Take up to a slot for each new key, those of the oldest keys last, in ascending order.
+        """Take a slot for each new key while there are any: free ones, then those of old keys.
 
-        Earlier chunks of the same prompt stay, because nothing finds the new ones without them.
+        Earlier chunks of the same prompt stay, because nothing finds the new ones without them. The
+        slots come in ascending order.
         """
         num, first = len(new), ends.get(new[0], 0) if new else 0
         slots = [self._free.pop() for _ in range(min(num, len(self._free)))]
