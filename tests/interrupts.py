@@ -46,16 +46,10 @@ def is_interrupted(
                 raise KeyboardInterrupt
         return trace
 
-    before = sys.gettrace()
-    gc.disable()  # what other tests have dropped ends in a call of its own
-    sys.settrace(trace)
     try:
-        call()
+        _traced(call, trace)
     except KeyboardInterrupt:
         return True
-    finally:
-        sys.settrace(before)
-        gc.enable()
     return False
 
 
@@ -71,13 +65,24 @@ def lines_of(call: Callable[[], object], sources: str | tuple[str, ...]) -> list
             lines.append((name, frame.f_lineno))
         return trace
 
-    before = sys.gettrace()
+    _traced(call, trace)
+    return lines
+
+
+def _traced(call: Callable[[], object], trace: Callable[[FrameType, str, object], Any]) -> None:
+    """Trace a call, and nothing else in this thread.
+
+    A collection within the call would end what other tests have dropped, whose lines would count.
+    """
+    before, collects = sys.gettrace(), gc.isenabled()
+    gc.disable()
     sys.settrace(trace)
     try:
         call()
     finally:
         sys.settrace(before)
-    return lines
+        if collects:
+            gc.enable()
 
 
 def _begins(name: str, number: int, with_what: tuple[str, ...]) -> bool:

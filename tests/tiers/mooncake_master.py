@@ -38,14 +38,12 @@ class Master:
     """A master process, which knows where blocks are."""
 
     def __init__(self, folder: Path, lease_ms: int = 30_000, client_ttl_s: int = 30) -> None:
-        """Start it.
+        """Start it, by default for a machine that stands still for seconds.
 
         Args:
             folder: where its log goes.
             lease_ms: for how long a block that was read stays. A get that takes longer fails.
             client_ttl_s: after how long without a word a client has ended, and its memory with it.
-
-        The defaults are for a machine that stands still for seconds.
         """
         self._lease_ms, self._client_ttl_s = lease_ms, client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from tests.interrupts import is_interrupted
+from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, KvstowError, StateError, TransferError
 from kvstow.tiers import asking
@@ -24,8 +25,6 @@ from kvstow.tiers.asking import (
     Question,
 )
 from kvstow.tiers.breaker import Breaker
-
-LONG_S = 20.0
 
 
 class Clock:

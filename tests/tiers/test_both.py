@@ -183,6 +183,16 @@ def test_late_store_fails_its_own_blocks_only(both: BothTier, store: MemoryStore
     assert not ticket.is_late
 
 
+def test_job_that_ended_in_time_is_not_late_when_its_caller_looks_late(both: BothTier) -> None:
+    assert all(put(both, KEYS, FOUR))
+    ticket = begin_get(both, time.monotonic() + LONG_S)
+    assert isinstance(ticket, BothTicket)
+    for half in ticket.made:
+        half.wait_until_ended(LONG_S)
+    ticket._clock = lambda: time.monotonic() + 2 * LONG_S
+    assert answer(ticket) == [True] * 4
+
+
 def test_late_disk_is_left_alone_until_it_has_ended(both: BothTier, files: Slow) -> None:
     assert all(put(both, KEYS, FOUR))
     files.waits = True

@@ -11,13 +11,13 @@ import pytest
 from tests.tiers.mooncake_master import Master, missing, owning
 from tests.tiers.resp.server import Server
 from tests.tiers.resp.small import patient
+from tests.tiers.setup import LONG_S
 
 from kvstow.tiers import SharedTier, TierBlocks, TierTicket
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, VerifiedMover
 from kvstow.transfer.ticket import DamagedSlots
 
 SLOT_BYTES = 4096
-LONG_S = 30.0
 NAMESPACE = bytes(range(16))
 BLOCKS = TierBlocks([bytes([at]) * 32 for at in range(3)], [0, 0, 0])
 Open = Callable[[HostArena, Path], AbstractContextManager[SharedTier]]

@@ -14,6 +14,7 @@ from tests.tiers.resp.server import Server as Store
 if TYPE_CHECKING:
     from tests.vllm.disked import Server
     from tests.vllm.engine import Engine
+    from tests.vllm.secondary import World
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +92,20 @@ def started(store: Store, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    """Starts vLLM's CPU tier with `KVStowDisk` below it, each time on the same file."""
+    from tests.vllm.secondary import World  # noqa: PLC0415 - takes seconds
+
+    worlds: list[World] = []
+
+    def made(**options: Any) -> World:
+        worlds.append(World(tmp_path, **options))
+        return worlds[-1]
+
+    yield made
+    for world in worlds:
+        if not world.disk.tier._store._is_closed:
+            world.close()

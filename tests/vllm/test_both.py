@@ -333,12 +333,14 @@ def test_a_question_from_before_a_reset_claims_nothing(
 
 
 def test_a_put_that_is_under_way_at_a_reset_is_not_read_after_it(
-    started: Started, store: Store
+    started: Started, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = started()
     serve(server, "z")
     store.pause()
-    server.serve(server.begin("p"), settles=False)
+    with monkeypatch.context() as silent:
+        silent.setattr(half(server).questions._asker, "_wait_s", 0.05)
+        server.serve(server.begin("p"), settles=False)
     server.forget()
     server.weights = "changed in place"
     server.half.reset()

@@ -231,11 +231,15 @@ def test_an_answer_that_outlives_a_reset_would_be_seen(
 
 
 def test_a_put_that_is_under_way_at_a_reset_is_not_read_after_it(
-    started: Started, store: Store
+    started: Started, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = started()
+    below = server.half.tier.below
+    assert isinstance(below, SharedTier)
     store.pause()
-    server.serve(server.begin("p"), settles=False)
+    with monkeypatch.context() as silent:
+        silent.setattr(below.questions._asker, "_wait_s", 0.05)
+        server.serve(server.begin("p"), settles=False)
     server.forget()
     server.weights = "changed in place"
     server.half.reset()

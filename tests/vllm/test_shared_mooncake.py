@@ -26,9 +26,8 @@ def master(tmp_path: Path) -> Iterator[Master]:
 def test_a_server_loads_what_another_computed(
     master: Master, started: Started, num_ranks: int
 ) -> None:
-    given = {"shared": master.url, "num_ranks": num_ranks}
-    # The others give no memory, so that they close in less time.
-    a, b = started(**given, shared_segment_bytes=64 << 20), started(**given)
+    given = {"shared": master.url, "shared_segment_bytes": 64 << 20, "num_ranks": num_ranks}
+    a, b = started(**given), started(**given)
     assert serve(a, "p") == 0
     assert stat(a, "demoted_blocks") == NUM_BLOCKS
     assert serve(b, "p") == NUM_HIT
@@ -53,4 +52,4 @@ def test_a_master_that_ends_costs_the_deadline_and_nothing_else(
     master.kill()
     for name in "qrst":
         assert serve(server, name) == 0
-    master.start()  # a server that gives memory takes 10 s to close without one
+    master.start()  # without one, Mooncake closes slowly

@@ -206,10 +206,10 @@ class Loads:
 
 
 def _has_taken_answer(request: Request) -> bool:
-    """Whether vLLM has looked for blocks for a load of a request, as far as it says so.
+    """Whether vLLM has accepted a hit of this request, and so looked for blocks for its load.
 
-    It counts the hit before, and only if no other connector asks for time, which may be seconds. It
-    does not count that of a request that it has preempted.
+    Right before that it counts the hit. It does neither while another connector asks for time,
+    which may be seconds. It counts no hit after a preemption, so that one passes as accepted.
     """
     stats = request.prefill_stats
     was_preempted: bool = request.num_preemptions > 0

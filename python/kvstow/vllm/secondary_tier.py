@@ -353,9 +353,10 @@ class KVStowDisk(SecondaryTierManager):
             logger.info("kvstow: %d chunks are warm in %s", len(self._slots), self.tier.path)
 
     def _taken(self, new: list[Key], ends: dict[Key, int]) -> list[int]:
-        """Take up to a slot for each new key, those of the oldest keys last, in ascending order.
+        """Take a slot for each new key while there are any: free ones, then those of old keys.
 
-        Chunks of the same prompt before a new one stay, because nothing finds it without them.
+        Chunks of the same prompt before a new one stay, because nothing finds it without them. The
+        slots come in ascending order.
         """
         num, own = len(new), [ends.get(key, 0) for key in new]
         slots = [self._free.pop() for _ in range(min(num, len(self._free)))]

@@ -103,9 +103,9 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
         logger.warning(
             "kvstow: enable_return_routed_experts is True, and vLLM refuses a hit if it lacks the "
             "routed experts of one of its blocks. It has those of twice the device's %d blocks at "
-            "most, and none of before a reset, a sleep or its start, so it refuses older blocks of "
-            "the host, a disk or a shared store. Start vLLM without --enable-return-routed-experts "
-            "for more hits",
+            "most, and none from before a reset, a sleep or its start, so it refuses older blocks "
+            "of the host, a disk or a shared store. Start vLLM without "
+            "--enable-return-routed-experts for more hits",
             model.num_blocks,
         )
     _log_end(config, options)

@@ -40,8 +40,8 @@ class TrackedRequest:
         max_load_tokens: the most tokens to load.
         has_low_priority: the blocks that only it has stored are evicted before all others.
         offered_since: since when vLLM takes tokens that its lookups find and begins no load,
-            although neither requests nor transfers hold blocks that it may need. None if the last
-            lookup was another one.
+            although neither requests nor transfers hold blocks that it may need. None if that did
+            not hold at the last lookup.
         promote_until: when it stops waiting for the tier below; None unless it waits, or did.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and

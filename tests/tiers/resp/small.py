@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tests.tiers.setup import digest_of
+from tests.tiers.setup import LONG_S, digest_of
 
 from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.framed import Namespace
@@ -14,7 +14,6 @@ from kvstow.transfer import HostArena
 NUM_BLOCKS: Final = 16
 NUM_SLOTS: Final = 2 * NUM_BLOCKS
 SLOT_BYTES: Final = 4096
-LONG_S: Final = 20.0
 BLOCKS: Final = TierBlocks([digest_of(number) for number in range(NUM_BLOCKS)], [0] * NUM_BLOCKS)
 _NAMESPACE: Final = bytes(range(16))
 

@@ -11,8 +11,8 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
-from tests.tiers.resp.small import LONG_S, patient
-from tests.tiers.setup import digest_of, random_arena
+from tests.tiers.resp.small import patient
+from tests.tiers.setup import LONG_S, digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import SharedStore, TierBlocks, TierTicket

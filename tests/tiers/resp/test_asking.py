@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from tests.tiers.resp.server import Server, free_port
-from tests.tiers.resp.small import LONG_S, patient
-from tests.tiers.setup import digest_of
+from tests.tiers.resp.small import patient
+from tests.tiers.setup import LONG_S, digest_of
 
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.asking import Asker, Key, TierStore

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from tests.forks import in_child
-from tests.tiers.resp.small import LONG_S, patient
+from tests.tiers.resp.small import patient
+from tests.tiers.setup import LONG_S
 
 from kvstow import StateError
 from kvstow.tiers import TierBlocks
@@ -22,7 +23,7 @@ FORMS = ["redis+sentinel://{}/service", "redis+cluster://{}", "redis://{}"]
 
 @pytest.fixture
 def silent() -> Iterator[socket.socket]:
-    """Yield a server that takes connections, and answers nothing until it ends them."""
+    """Yield a server whose connections get no answer. They end when it closes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server
 

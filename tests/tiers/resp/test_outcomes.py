@@ -13,17 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.resp.simulated import Simulated, Words, refuses
-from tests.tiers.resp.small import (
-    BLOCKS,
-    LONG_S,
-    NUM_BLOCKS,
-    NUM_SLOTS,
-    ended,
-    get,
-    key_of,
-    opened,
-    put,
-)
+from tests.tiers.resp.small import BLOCKS, NUM_BLOCKS, NUM_SLOTS, ended, get, key_of, opened, put
+from tests.tiers.setup import LONG_S
 
 from kvstow.tiers import breaker, queued
 from kvstow.tiers.framed import Namespace

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
-from tests.tiers.resp.small import LONG_S, patient
+from tests.tiers.resp.small import patient
 from tests.tiers.resp.tls import Authority, TlsServer
-from tests.tiers.setup import digest_of, random_arena
+from tests.tiers.setup import LONG_S, digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket

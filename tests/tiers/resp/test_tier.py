@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
-from tests.tiers.resp.small import LONG_S, patient
-from tests.tiers.setup import digest_of
+from tests.tiers.resp.small import patient
+from tests.tiers.setup import LONG_S, digest_of
 
 from kvstow import ConfigError, StateError
 from kvstow.tiers import TierBlocks, TierTicket, framed

@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 from tests.tiers.resp.simulated import Simulated, Words, refuses, sentinel_of, slots_of
-from tests.tiers.resp.small import BLOCKS, LONG_S, ended, get, key_of, opened, put
+from tests.tiers.resp.small import BLOCKS, ended, get, key_of, opened, put
+from tests.tiers.setup import LONG_S
 
 from kvstow.tiers.resp import nodes
 from kvstow.tiers.resp.address import Node
