@@ -92,23 +92,20 @@ class Fleet:
 
 @contextmanager
 def fleet(folder: Path, logs: Path, url: str, num: int, **more: Any) -> Iterator[Fleet]:
-    """Start servers beside each other."""
-    with ExitStack() as running, ThreadPoolExecutor(num) as starting:
+    """Start servers beside each other, and kill those that the fleet has at the end."""
+    with ThreadPoolExecutor(num) as starting:
         made = [
             starting.submit(Server, folder, logs / f"server{at}", options(url, **more))
             for at in range(num)
         ]
-        servers = []
-        try:
-            for each in made:
-                servers.append(each.result())
-                running.callback(servers[-1].kill)
-        except BaseException:
-            for each in made:
-                if each.exception() is None:
-                    each.result().kill()
-            raise
-        yield Fleet(folder, logs, url, servers)
+    fleet = Fleet(folder, logs, url, [it.result() for it in made if it.exception() is None])
+    try:
+        for each in made:
+            each.result()  # raises what has kept one from its start
+        yield fleet
+    finally:
+        for server in fleet.servers:
+            server.kill()
 
 
 def damaged(key: bytes, values: dict[bytes, bytes], kind: str) -> bytes:
