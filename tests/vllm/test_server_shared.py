@@ -268,7 +268,10 @@ def withstand(two: Fleet, faults: Mapping[str, Callable[[], None]]) -> None:
             time.sleep(5)
         seconds = [each for one in asking for each in one.seconds]
         busy = f"a thread that sleeps wakes up to {sleeping.late_s:.2f} s late"
-        assert max(seconds) < ASK_S + PROMOTE_S + PATIENCE_S, f"{name}; {busy}"
+        # On a busy machine each of the two waits may be as late.
+        assert max(seconds) < ASK_S + PROMOTE_S + PATIENCE_S + 2 * sleeping.late_s, (
+            f"{name}; {busy}"
+        )
         back_s = wait_until_shared(two, f"after {name}")
         print(
             f"{name}: {len(seconds)} requests, {median(seconds):.2f} s each, {max(seconds):.2f} s "
