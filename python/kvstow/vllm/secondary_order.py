@@ -56,7 +56,7 @@ def adopted(records: SlotRecords) -> OrderedDict[Key, int]:
     A chunk was used when it was written, or when one that follows it was.
     """
     hashes, parents = records.keys(0, len(records))
-    slots: OrderedDict[Key, int] = OrderedDict()
+    slots: dict[Key, int] = {}
     writes: dict[Key, tuple[int, Key | None]] = {}
     groups, sequences = records.groups.tolist(), records.sequences.tolist()
     columns = zip(hashes, parents, groups, sequences, records.slots.tolist(), strict=True)
@@ -78,6 +78,5 @@ def adopted(records: SlotRecords) -> OrderedDict[Key, int]:
         for each in reversed(chain):
             depth -= 1
             places[each] = last_use, depth
-    for key in sorted(reversed(writes), key=places.__getitem__):
-        slots.move_to_end(key)
-    return slots
+    in_order = sorted(reversed(writes), key=places.__getitem__)
+    return OrderedDict((key, slots[key]) for key in in_order)
