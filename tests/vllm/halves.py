@@ -207,6 +207,15 @@ class Scheduler:
         self.half.finished(request)
         self.manager.free(request)
 
+    def begin_store(self, request: Request) -> Copies:
+        """Compute and finish a request, and return the store of its blocks, which is under way."""
+        self.admit(request)
+        self.step(request)
+        self.finish(request)
+        self.step()
+        (store,) = self.jobs.stores
+        return store
+
     def store_request(self, name: str = "a", num_tokens: int = 100, **settings: Any) -> None:
         """Compute and store a request, and drop it from the device."""
         assert self.serve(self.request(name, num_tokens, **settings)) == 0

@@ -265,11 +265,7 @@ def test_a_request_aborted_while_it_loads_stores_nothing() -> None:
 def test_a_load_ends_when_the_last_rank_has_reported() -> None:
     scheduler = Scheduler(FULL, world_size=2)
     request = scheduler.request("a", 100)
-    scheduler.admit(request)
-    scheduler.step(request)
-    scheduler.finish(request)
-    scheduler.step()
-    (store,) = scheduler.jobs.stores
+    store = scheduler.begin_store(request)
     scheduler.step(reports=[(store.job_id, 1, True)])
     assert not scheduler.half.may_rest()
     scheduler.step(reports=[(store.job_id, 0, True)])
@@ -386,11 +382,7 @@ def test_vllm_waits_for_the_stores_after_a_late_one_and_not_for_that() -> None:
 def test_a_tier_that_is_off_holds_blocks_until_every_rank_has_ended() -> None:
     scheduler = Scheduler(FULL, world_size=2)
     request = scheduler.request("a", 100)
-    scheduler.admit(request)
-    scheduler.step(request)
-    scheduler.finish(request)
-    scheduler.step()
-    (store,) = scheduler.jobs.stores
+    store = scheduler.begin_store(request)
     scheduler.half.tier.turn_off()
     pool = scheduler.manager.block_pool
     for rank, num_held in enumerate((6, 0)):
@@ -641,11 +633,7 @@ def test_a_request_keeps_its_hit_while_stores_hold_the_blocks() -> None:
     scheduler = Scheduler(FULL)
     scheduler.store_request()
     before = scheduler.request("b", 900, num_shared=0)
-    scheduler.admit(before)
-    scheduler.step(before)
-    scheduler.finish(before)
-    scheduler.step()
-    (store,) = scheduler.jobs.stores
+    store = scheduler.begin_store(before)
     refused = scheduler.request("c", 100)
     refused.prefill_stats.set(100, 0, 96)
     for _ in range(3):
