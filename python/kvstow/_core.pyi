@@ -1389,6 +1389,7 @@ class OffloadScheduler:
         hashes: Sequence[bytes],
         *,
         group: int = 0,
+        suffix_bytes: int = 0,
         deadline: float | None = None,
     ) -> Job | None:
         """As `store_evictable`, for a pool of another library.
@@ -1397,6 +1398,7 @@ class OffloadScheduler:
             block_ids: free blocks, the next to be evicted first.
             hashes: the hash of each block.
             group: the group of these blocks.
+            suffix_bytes: bytes at the end of each of `hashes` that are not part of it.
             deadline: when `expire` fails the job, on the caller's clock.
         """
     def complete(

@@ -274,7 +274,12 @@ pub(crate) fn register(py: Python<'_>) -> PyResult<()> {
 
 /// Block hashes from Python. All of a list have one width. A `Hashes` is shared.
 pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
-    if let Ok(shared) = obj.cast::<Hashes>() {
+    hashes_before(obj, 0)
+}
+
+/// As [`hashes`], without the last bytes of each item.
+pub(crate) fn hashes_before(obj: &Bound<'_, PyAny>, suffix_bytes: usize) -> PyResult<key::Hashes> {
+    if let (Ok(shared), 0) = (obj.cast::<Hashes>(), suffix_bytes) {
         return Ok(shared.get().shared.clone());
     }
     let mut hashes = HashesBuilder::with_capacity(capacity_hint(obj));
@@ -282,7 +287,11 @@ pub(crate) fn hashes(obj: &Bound<'_, PyAny>) -> PyResult<key::Hashes> {
         // The exact type costs one comparison of pointers, a subclass a call.
         let digest = item.cast_exact::<PyBytes>().or_else(|_| item.cast::<PyBytes>());
         match digest {
-            Ok(digest) => hashes.push(digest.as_bytes()).map_err(to_py),
+            Ok(digest) => {
+                let digest = digest.as_bytes();
+                let num_bytes = digest.len().saturating_sub(suffix_bytes);
+                hashes.push(&digest[..num_bytes]).map_err(to_py)
+            }
             Err(_) => Err(ConfigError::new_err(format!(
                 "a block hash is of type {}: pass bytes, as hash_tokens returns them",
                 item.get_type()

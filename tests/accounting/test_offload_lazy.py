@@ -93,6 +93,18 @@ def test_lazy_stores_only_computed_blocks() -> None:
     assert len(some(scheduler.store_candidates([1], hashes("a")))) == 1
 
 
+def test_hashes_of_candidates_may_have_a_suffix() -> None:
+    """vLLM's keys end with the group."""
+    scheduler = OffloadScheduler(16, [GROUP], mode="lazy")
+    scheduler.add("a", hashes("ab"))
+    scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2])
+    a, b = (each + b"\0\0\0\7" for each in hashes("ab"))
+    assert scheduler.store_candidates([2, 1], [a, b], suffix_bytes=4) is None, "swapped"
+    assert some(scheduler.store_candidates([2, 1], [b, a], suffix_bytes=4)).has_all_ids
+    with pytest.raises(ConfigError, match="0 bytes: use hashes of 1 to 32"):
+        scheduler.store_candidates([1], [a], suffix_bytes=len(a))
+
+
 def test_failed_lazy_store_is_planned_again() -> None:
     rig = LazyRig(5, 16)
     rig.serve("a", "ab")

@@ -183,6 +183,27 @@ def test_a_step_visits_only_blocks_that_changed() -> None:
         assert lazy.num_visited - before <= 2 * 16
 
 
+def test_many_blocks_are_offered_at_once_when_the_horizon_comes_near() -> None:
+    """Each store has a cost of its own."""
+    pool = BlockPool(200, enable_caching=True, hash_block_size=16)
+    blocks = pool.get_new_blocks(199)
+    for block in blocks:
+        block.set_block_hash(b"%031d0000" % block.block_id, num_tokens=16)
+    lazy = LazyQueue(pool, horizon_blocks=40, batch_blocks=16)
+    lazy.computed(*with_ids(blocks))
+    pool.free_blocks(blocks)
+    offered = lazy.evictable()
+    assert offered == blocks[: 40 + 16]
+    sizes = []
+    for at in range(17):
+        pool.get_new_blocks(1)
+        found = lazy.evictable()
+        offered += found
+        sizes.append(len(found))
+        assert len(offered) >= at + 1 + 40, "a block within the horizon was not offered"
+    assert sizes == [0] * 16 + [1 + 16]
+
+
 def test_a_block_that_was_only_granted_is_not_offered() -> None:
     """vLLM keys blocks when it grants them, so an equal key does not prove that KV is written."""
     pool = BlockPool(4, enable_caching=True, hash_block_size=16)

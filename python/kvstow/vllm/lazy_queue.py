@@ -7,8 +7,9 @@ the view            [p][a][B][c][d]               p: freed to the head since the
 ```
 
 A step looks at the blocks that entered the front of the queue or left it since the last step, and
-at those that stores hold, never at the whole horizon. The view stops at the horizon. When blocks
-leave its front, it takes in as many behind its end.
+at those that stores hold, never at the whole horizon. When so many have left its front that the
+view ends before the horizon, it takes in others behind its end. Because each store has a cost of
+its own, it then goes beyond the horizon by a batch.
 
 vLLM takes blocks from the head, and out of the middle when a request hits them. It appends blocks
 that have a key when it frees them, and puts those without one at the head.
@@ -48,10 +49,11 @@ _NOWHERE = -sys.maxsize
 class LazyQueue:
     """The first blocks of vLLM's free queue, and those of them that still need a store."""
 
-    def __init__(self, pool: BlockPool, horizon_blocks: int) -> None:
-        """View the first `horizon_blocks` of the pool's free queue."""
+    def __init__(self, pool: BlockPool, horizon_blocks: int, batch_blocks: int = 0) -> None:
+        """View the first `horizon_blocks` of the pool's free queue, and up to `batch_blocks` more."""
         self._pool = pool
         self.horizon_blocks = horizon_blocks
+        self.batch_blocks = batch_blocks
         self._blocks: list[KVCacheBlock | None] = []
         self._keys: list[bytes | None] = []
         self._places = [_NOWHERE] * len(pool.blocks)
@@ -108,7 +110,7 @@ class LazyQueue:
                     found.append(block)
         num_left = self.horizon_blocks - self._num_viewed()
         if num_left > 0:
-            self._enter_end(num_left, found)
+            self._enter_end(num_left + self.batch_blocks, found)
         return found
 
     def hold(self, blocks: Sequence[KVCacheBlock]) -> None:

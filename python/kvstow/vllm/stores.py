@@ -115,7 +115,7 @@ class Stores:
             )
             if job is not None:
                 self.transfers.begin_store(job, blocks)
-            elif self.tier.lazy is not None:
+            elif self.tier.lazy is not None and states:
                 # Those beyond what stores may hold wait for `store_evictable`.
                 num_storable = self.transfers.num_storable()
                 self.tier.counts["postponed_blocks"] += max(0, len(states) - num_storable)
@@ -174,8 +174,9 @@ class Stores:
         for group, cached in by_group.items():
             job = self.tier.offload.store_candidates(
                 [block.block_id for block in cached],
-                [block._block_hash[:-4] for block in cached],
+                [block._block_hash for block in cached],
                 group=group,
+                suffix_bytes=4,  # vLLM's number of the group
                 deadline=self.tier.deadline(),
             )
             if job is not None:

@@ -104,8 +104,9 @@ class HostTier:
         blocks_per_token = sum(1 / group.block_size for group in self.model.groups)
         most_tokens = int(self.max_stored_blocks / blocks_per_token) // 8
         self.gathered_tokens = min(self.gathered_tokens, most_tokens)
-        is_lazy = self.options.lazy_offload
-        self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks) if is_lazy else None
+        if self.options.lazy_offload:
+            batch_blocks = int(self.gathered_tokens * blocks_per_token)
+            self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks, batch_blocks)
 
     def has_room(self) -> bool:
         """Whether so many device blocks are free that vLLM is far from preempting a request."""

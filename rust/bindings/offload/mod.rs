@@ -20,7 +20,7 @@ use crate::convert::{
 use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
 use crate::group::groups;
-use crate::hashes::{hashes, hashes_of_blocks};
+use crate::hashes::{hashes_before, hashes_of_blocks};
 use crate::job::{Job, JobEnd, KeyColumns, TierJob, event_to_py, to_end, to_job};
 use crate::ledger::BlockLedger;
 use crate::lock::{Mutex, detached, lock};
@@ -720,21 +720,26 @@ impl OffloadScheduler {
     ///     block_ids: free blocks, the next to be evicted first.
     ///     hashes: the hash of each block.
     ///     group: the group of these blocks.
+    ///     suffix_bytes: bytes at the end of each of `hashes` that are not part of it.
     ///     deadline: when `expire` fails the job, on the caller's clock.
     #[pyo3(
-        signature = (block_ids, hashes, *, group = Count(0), deadline = None),
-        text_signature = "($self, block_ids, hashes, *, group=0, deadline=None)"
+        signature = (
+            block_ids, hashes, *, group = Count(0), suffix_bytes = Count(0), deadline = None
+        ),
+        text_signature = "($self, block_ids, hashes, *, group=0, suffix_bytes=0, deadline=None)"
     )]
     fn store_candidates(
         &self,
         block_ids: &Bound<'_, PyAny>,
         hashes: &Bound<'_, PyAny>,
         group: Count,
+        suffix_bytes: Count,
         deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {
         check_time("deadline", deadline)?;
         let py = block_ids.py();
-        let (block_ids, hashes) = (ids(block_ids, MAX_BLOCKS)?, self::hashes(hashes)?);
+        let block_ids = ids(block_ids, MAX_BLOCKS)?;
+        let hashes = hashes_before(hashes, suffix_bytes.0)?;
         if block_ids.len() != hashes.len() {
             return Err(ConfigError::new_err(format!(
                 "{} blocks and {} hashes: give one hash per block",

@@ -12,7 +12,7 @@ use std::hash::{BuildHasherDefault, Hasher};
 use xxhash_rust::xxh3::xxh3_64;
 
 use crate::error::{Error, Result};
-use crate::group::Attention;
+use crate::group::{Attention, Model};
 use crate::ids::BlockId;
 use crate::key::{BlockHash, BlockKey};
 use crate::pool::check_ids;
@@ -96,8 +96,9 @@ impl OffloadScheduler {
         }
         // The keys lie apart in memory. Here the reads of all overlap.
         due.retain(|(_, computed)| self.host.resident_or_filling(&computed.key).is_none());
-        let all = due.clone();
+        let all: Vec<BlockId> = due.iter().map(|(id, _)| *id).collect();
         keep_first_of_each_key(&mut due);
+        let num_due = due.len();
         let parents = self.resident_parents(&due);
         self.host.pin(&parents)?;
         let slots = self.host.reserve(due.len());
@@ -108,21 +109,36 @@ impl OffloadScheduler {
         let mut low_priority = Vec::new();
         // The device evicts a prompt's tail first. In reverse, few blocks await their parents, and
         // the root becomes the most recent.
-        for (&(id, computed), &slot) in due.iter().zip(&slots).rev() {
-            let Computed { key, parent, is_low_priority, .. } = computed;
-            self.host.fill_below(slot, key, parent.filter(|_| self.is_chained(&key)));
-            let part = &mut parts[usize::from(key.group.0)];
-            part.block_ids.push(id);
-            part.slots.push(slot);
-            part.filling.ends.push(0);
+        due.truncate(slots.len());
+        due.reverse();
+        let slots: Vec<BlockId> = slots.into_iter().rev().collect();
+        let (model, mut first) = (&self.model, 0);
+        for run in due.chunk_by(|(_, before), (_, next)| is_next(model, before, next)) {
+            let (head, slots) = (&run[0].1, &slots[first..first + run.len()]);
+            first += run.len();
+            let hashes: Vec<BlockHash> =
+                run.iter().map(|(_, computed)| computed.key.hash).collect();
+            let is_chain = is_chained(model, &head.key);
+            let parent = head.parent.filter(|_| is_chain);
+            self.host.fill_all_below(slots, &hashes, head.key.group, parent, is_chain);
+            let part = &mut parts[usize::from(head.key.group.0)];
+            part.block_ids.extend(run.iter().map(|(id, _)| *id));
+            part.slots.extend(slots);
+            part.filling.ends.resize(part.slots.len(), 0);
             if has_events {
-                part.filling.parents.push(parent);
+                part.filling.parents.extend(run.iter().map(|(_, computed)| computed.parent));
             }
-            low_priority.extend(is_low_priority.then_some(slot));
+            let is_low =
+                run.iter().zip(slots).filter(|((_, computed), _)| computed.is_low_priority);
+            low_priority.extend(is_low.map(|(_, &slot)| slot));
         }
-        if slots.len() < due.len() {
-            for (id, computed) in all {
-                if self.host.resident_or_filling(&computed.key).is_none() {
+        if slots.len() < num_due {
+            for id in all {
+                if self
+                    .computed
+                    .get(&id)
+                    .is_some_and(|known| self.host.resident_or_filling(&known.key).is_none())
+                {
                     self.forget_seen(id);
                 }
             }
@@ -189,11 +205,17 @@ impl OffloadScheduler {
         };
         due.iter().enumerate().filter_map(parent).collect()
     }
+}
 
-    fn is_chained(&self, key: &BlockKey) -> bool {
-        let group = self.model.groups().get(usize::from(key.group.0));
-        group.is_some_and(|group| group.attention == Attention::Full)
-    }
+/// Whether `next` follows `before` in its chain, or neither is in a chain.
+fn is_next(model: &Model, before: &Computed, next: &Computed) -> bool {
+    before.key.group == next.key.group
+        && (!is_chained(model, &next.key) || next.parent == Some(before.key.hash))
+}
+
+fn is_chained(model: &Model, key: &BlockKey) -> bool {
+    let group = model.groups().get(usize::from(key.group.0));
+    group.is_some_and(|group| group.attention == Attention::Full)
 }
 
 /// Drops the blocks whose key a block before them has.

@@ -191,6 +191,37 @@ impl Tier {
         }
     }
 
+    /// As [`fill_below`](Self::fill_below), for different hashes of which each is the parent of the
+    /// next (`is_chain`), or none has a parent.
+    pub(super) fn fill_all_below(
+        &mut self,
+        slots: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        parent: Option<BlockHash>,
+        is_chain: bool,
+    ) {
+        let (Some((&first, others)), Some(&root)) = (slots.split_first(), hashes.first()) else {
+            return;
+        };
+        let parent = parent.filter(|hash| *hash != root).map(|hash| BlockKey { hash, group });
+        let above = parent.and_then(|parent| self.resident_or_filling(&parent));
+        let are_new = self.slots.withhold(slots, hashes, group);
+        debug_assert!(are_new, "the tier has none of the keys, and each comes once");
+        self.chains.attach(first, above.unwrap_or(BlockId::NULL));
+        for (at, &slot) in others.iter().enumerate() {
+            self.chains.attach(slot, if is_chain { slots[at] } else { BlockId::NULL });
+        }
+        if self.chains.has_awaited() {
+            for (&slot, &hash) in slots.iter().zip(hashes) {
+                self.adopt(slot, &BlockKey { hash, group });
+            }
+        }
+        if let (Some(parent), None) = (parent, above) {
+            self.chains.await_key(first, parent);
+        }
+    }
+
     /// As [`fill`](Self::fill), below the slot that holds the hash before, or that will hold it,
     /// because a lazy store brings a prompt's tail before its root. None: no parent.
     pub(super) fn fill_below(&mut self, slot: BlockId, key: BlockKey, parent: Option<BlockHash>) {
