@@ -639,7 +639,7 @@ def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
 
 def test_a_preempted_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
     """vLLM does not count its hit again."""
-    scheduler = Scheduler(FULL)
+    scheduler = Scheduler(FULL, num_host_blocks=6)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
     refused.num_preemptions = 1

@@ -389,6 +389,7 @@ def test_a_request_goes_on_when_a_read_hangs(started: Started) -> None:
 
 def test_an_error_in_the_half_closes_the_connection(started: Started, log: list[str]) -> None:
     server = started()
+    server.scheduler.let_go_off()
     serve(server, "p")
     below = server.half.tier.below
     assert isinstance(below, SharedTier)
