@@ -734,17 +734,19 @@ def test_a_preempted_request_starts_over() -> None:
     assert scheduler.half.requests.tracked["a"].is_loading
 
 
+@pytest.mark.parametrize("stores_sessions", [True, False], ids=["", "not stored"])
 @pytest.mark.parametrize("is_processed", [True, False], ids=["processed", "under way"])
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])
 def test_only_blocks_that_no_step_writes_lose_their_keys(
-    specs: tuple[KVCacheSpec, ...], *, is_processed: bool
+    specs: tuple[KVCacheSpec, ...], *, is_processed: bool, stores_sessions: bool
 ) -> None:
-    """vLLM preempts a request in the step that grants its second chunk.
+    """vLLM preempts a session in the step that grants its second chunk.
 
     Its twin has blocks with the same keys, and vLLM keys few blocks of a window.
     """
     scheduler = Scheduler(*specs)
-    twin, request = (scheduler.request(name, 200) for name in "ab")
+    scheduler.half.requests.stores_sessions = stores_sessions
+    twin, request = scheduler.request("a", 200), scheduler.request("b", 200, resumable=True)
     scheduler.admit(twin)
     scheduler.step(twin)
     assert scheduler.half.lookup(request, 0) == 0
