@@ -420,6 +420,15 @@ def test_a_private_server_says_why(started: Started, log: list[str]) -> None:
     assert any("shares no block with other servers, because the test" in line for line in log)
 
 
+def test_a_server_with_one_private_rank_shares_nothing(started: Started) -> None:
+    server = started(num_ranks=2)
+    worker = server.ranks[1].worker.below
+    assert worker is not None
+    worker._report.is_private = True
+    assert serve(server, "p") == 0
+    assert serve(started(num_ranks=2), "p") == 0
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 SECRET = "s3cr3t"
