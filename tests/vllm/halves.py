@@ -7,6 +7,7 @@ worker.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -138,11 +139,17 @@ class Scheduler:
             clock=lambda: self.now,
         )
         self.half = SchedulerHalf(tier)
+        # Else most tests would not see that the tier is off. See `let_go_off`.
+        self.half._turn_off = _raise  # type: ignore[method-assign]
         self.half.bind(self.manager)
         tier.gathered_tokens = gathered_tokens
         if num_host_blocks is not None:
             self.half.agree(num_host_blocks)
         self.jobs = StepJobs()
+
+    def let_go_off(self) -> None:
+        """Let an error turn the tier off, as in a server. Without this call it ends the test."""
+        del self.half._turn_off
 
     @property
     def lazy(self) -> LazyQueue:
@@ -235,6 +242,13 @@ class Scheduler:
         self.step()
         self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.stores])
         return found
+
+
+def _raise() -> None:
+    """Raise the error that is being handled."""
+    error = sys.exc_info()[1]
+    assert error is not None
+    raise error
 
 
 def stage(*layers: str) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:

@@ -56,10 +56,12 @@ def hit(server: Server, adapter: LoRARequest | None, *, skips: bool = False) -> 
 
 
 def replace(folder: Path, content: bytes = b"other") -> None:
-    """Replace the weights by others of the same size, as `mv` does."""
-    new = folder / "new"
+    """Replace the weights by others of the same size and time, as `rsync --times` may."""
+    weights, new = folder / "adapter_model.safetensors", folder / "new"
     new.write_bytes(content)
-    os.replace(new, folder / "adapter_model.safetensors")
+    times = weights.stat()
+    os.utime(new, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.replace(new, weights)
 
 
 def test_an_unchanged_adapter_comes_back(server: Server, local: Path) -> None:

@@ -76,10 +76,15 @@ def test_models_with_windows_are_stored_in_each_step() -> None:
     assert num_stored(scheduler) != []
 
 
-@pytest.mark.parametrize("prompt_only", [False, True], ids=["load reports", "store reports"])
-def test_a_load_is_not_taken_for_computed_tokens(prompt_only: bool) -> None:
-    """A request is preempted while its blocks wait for a store, and then loads others."""
+@pytest.mark.parametrize("reason", ["", "prompt only", "events"])
+def test_a_load_is_not_taken_for_computed_tokens(reason: str) -> None:
+    """A request is preempted while its blocks wait for a store, and then loads others.
+
+    The load reports these blocks, unless there is a reason to report them with a store.
+    """
+    prompt_only = reason == "prompt only"
     scheduler = Scheduler(FULL, gathered_tokens=10_000, offload_prompt_only=prompt_only)
+    scheduler.half.loads.sees_all_blocks = reason == "events"
     scheduler.store_request("b", 100)
     request = scheduler.request("a", 100)
     request.skip_reading_prefix_cache = True
@@ -96,7 +101,7 @@ def test_a_load_is_not_taken_for_computed_tokens(prompt_only: bool) -> None:
     assert half.transfers.jobs.stores == []
     # A load that reports its blocks knows that they are not due.
     tracked = half.requests.tracked["a"]
-    assert (tracked.num_reported, tracked.due_tokens) == (([0], 16) if prompt_only else ([6], 112))
+    assert (tracked.num_reported, tracked.due_tokens) == (([0], 16) if reason else ([6], 112))
 
 
 def engine(folder: Path, gathered_tokens: int, **settings: object) -> Simulated:

@@ -127,19 +127,23 @@ def test_a_retained_block_of_another_request_is_not_stored() -> None:
     assert stored and set(stored) <= own
 
 
-def test_a_retained_block_that_another_connector_loads_is_not_stored() -> None:
-    """That connector may load only what a hit needs, and leave the retained block unwritten."""
+@pytest.mark.parametrize("num_loaded", [96, 90])
+def test_a_retained_block_that_another_connector_loads_is_not_stored(num_loaded: int) -> None:
+    """That connector may load only what a hit needs, and leave the retained block unwritten.
+
+    It may also load a part of a block, of which the request computes the rest.
+    """
     scheduler = Scheduler(FULL, replace(WINDOW, extra_retained_tokens=20))
     request = scheduler.request("a", 200)
     assert scheduler.half.lookup(request, 0) == 0
     scheduler.manager.allocate_slots(
-        request, 0, num_external_computed_tokens=96, delay_cache_blocks=True
+        request, 0, num_external_computed_tokens=num_loaded, delay_cache_blocks=True
     )
     scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
-    request.num_computed_tokens = 96
-    scheduler.manager.cache_blocks(request, 96)
+    request.num_computed_tokens = num_loaded
+    scheduler.manager.cache_blocks(request, num_loaded)
     scheduler.half.allocated(request, scheduler.manager.get_blocks("a"), 0)
-    scheduler.manager.allocate_slots(request, 104)
+    scheduler.manager.allocate_slots(request, 200 - num_loaded)
     scheduler.step(request)
     scheduler.step()
     (store,) = scheduler.jobs.stores
@@ -476,6 +480,43 @@ def test_a_rejected_draft_is_not_stored() -> None:
     assert len(store.block_ids) == 1
 
 
+@pytest.mark.parametrize(("is_replaced", "num_stored"), [(False, 5), (True, 0)])
+def test_a_block_without_the_key_of_its_tokens_is_not_stored(
+    *, is_replaced: bool, num_stored: int
+) -> None:
+    """Its last block has no key, or vLLM has replaced the tokens after it gave the blocks keys."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    scheduler.admit(request)
+    if is_replaced:
+        request.block_hashes[:] = scheduler.request("b", 100, num_shared=0).block_hashes
+    else:
+        scheduler.manager.block_pool.evict_blocks({scheduler.manager.get_block_ids("a")[0][5]})
+    scheduler.step(request)
+    scheduler.step()
+    assert sum(len(store.block_ids) for store in scheduler.jobs.stores) == num_stored
+
+
+def test_a_rejected_draft_does_not_count_as_written() -> None:
+    """Before vLLM preempts the request, it grants and keys the block that the draft had filled."""
+    scheduler = Scheduler(FULL, WINDOW, retention=None)
+    request = scheduler.request("a", 30)
+    scheduler.admit(request)
+    scheduler.step(request)
+    request.append_output_token_ids(7)
+    assert scheduler.manager.allocate_slots(request, 5)
+    scheduler.half.build(Step({"a": 5}))  # the first of four drafts fills block 1
+    request.num_computed_tokens += 1
+    request.append_output_token_ids(8)
+    scheduler.half.processed(KVConnectorOutput())
+    assert scheduler.manager.allocate_slots(request, 1)
+    scheduler.manager.free(request)
+    request.num_computed_tokens = 0
+    scheduler.half.build(Step(preempted_req_ids={"a"}))
+    request.append_output_token_ids(9)  # vLLM computes at least one token
+    assert scheduler.manager.get_computed_blocks(request)[1] == BLOCK_SIZE
+
+
 def test_steps_in_flight_are_not_stored() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
@@ -598,7 +639,7 @@ def test_a_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
 
 def test_a_preempted_request_that_is_refused_though_none_runs_gives_up_its_hit() -> None:
     """vLLM does not count its hit again."""
-    scheduler = Scheduler(FULL)
+    scheduler = Scheduler(FULL, num_host_blocks=6)
     scheduler.store_request()
     refused = scheduler.request("b", 100)
     refused.num_preemptions = 1
@@ -693,6 +734,40 @@ def test_a_preempted_request_starts_over() -> None:
     assert scheduler.half.requests.tracked["a"].is_loading
 
 
+@pytest.mark.parametrize("stores_sessions", [True, False], ids=["", "not stored"])
+@pytest.mark.parametrize("is_processed", [True, False], ids=["processed", "under way"])
+@pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])
+def test_only_blocks_that_no_step_writes_lose_their_keys(
+    specs: tuple[KVCacheSpec, ...], *, is_processed: bool, stores_sessions: bool
+) -> None:
+    """vLLM preempts a session in the step that grants its second chunk.
+
+    Its twin has blocks with the same keys, and vLLM keys few blocks of a window.
+    """
+    scheduler = Scheduler(*specs)
+    scheduler.half.requests.stores_sessions = stores_sessions
+    twin, request = scheduler.request("a", 200), scheduler.request("b", 200, resumable=True)
+    scheduler.admit(twin)
+    scheduler.step(twin)
+    assert scheduler.half.lookup(request, 0) == 0
+    assert scheduler.manager.allocate_slots(request, 64)
+    scheduler.half.allocated(request, scheduler.manager.get_blocks("b"), 0)
+    scheduler.half.build(Step({"b": 64}))
+    request.num_computed_tokens = 64
+    if is_processed:
+        scheduler.half.processed(KVConnectorOutput())
+    else:
+        request.num_in_flight_tokens = 64
+    assert scheduler.manager.allocate_slots(request, 136)
+    tables = [list(table) for table in scheduler.manager.get_blocks("b").blocks]
+    assert all(table[11].block_hash for table in tables)
+    scheduler.manager.free(request)
+    request.num_computed_tokens = request.num_in_flight_tokens = 0
+    scheduler.half.build(Step(preempted_req_ids={"b"}))
+    assert all(block.block_hash for block in tables[0][:4])
+    assert not any(block.block_hash for table in tables for block in table[4:])
+
+
 def test_blocks_held_only_by_a_transfer_count_as_pending_frees() -> None:
     scheduler = Scheduler(FULL)
     request = scheduler.request("a", 100)
@@ -742,3 +817,17 @@ def test_a_new_chunk_of_a_preempted_session_is_not_loaded() -> None:
     assert scheduler.half.lookup(session, 0) == 0
     session.status = RequestStatus.PREEMPTED  # in the middle of a chunk
     assert scheduler.half.lookup(session, 0) == 96
+
+
+def test_a_preempted_session_loads_nothing_if_its_hashes_cannot_be_trusted() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.half.requests.stores_sessions = False
+    scheduler.store_request("a")
+    session = scheduler.request("b", 100, resumable=True)
+    assert scheduler.admit(session) == 0
+    scheduler.step(session)
+    scheduler.manager.free(session)
+    session.num_computed_tokens = 0
+    session.status = RequestStatus.PREEMPTED
+    scheduler.half.build(Step(preempted_req_ids={"b"}))
+    assert scheduler.half.lookup(session, 0) == 0

@@ -83,6 +83,20 @@ def test_weights_that_change_during_sleep_empty_the_tier(
     assert is_used_again == (content is not None), "without the file, each reset empties the tier"
 
 
+def test_weights_that_change_after_a_reset_empty_the_tier_though_requests_held_blocks(
+    tmp_path: Path,
+) -> None:
+    """Then vLLM does not reset its pool, which would show as well that weights may change."""
+    version = tmp_path / "version"
+    scheduler = with_a_request_stored(version)
+    running = scheduler.request("b", 100, num_shared=0)
+    scheduler.admit(running)
+    assert not scheduler.manager.reset_prefix_cache()
+    scheduler.half.reset()
+    version.write_text("2")
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0
+
+
 @pytest.mark.parametrize(("content", "expected"), [("1", 96), ("2", 0), (None, 0)])
 def test_other_weights_empty_the_tier_when_vllm_resets_its_pool_alone(
     tmp_path: Path, content: str | None, expected: int
@@ -150,12 +164,14 @@ def test_a_version_written_while_vllm_loaded_the_weights_never_keeps_the_tier(
         scheduler.half.reset()  # the trainer has sent weights 2, and the file says so already
         assert scheduler.half.lookup(scheduler.request(name, 100), 0) == 0
         scheduler.store_request(f"{name} again")
-    version.write_text("3")
-    scheduler.half.reset()
-    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
-    scheduler.store_request("e")
-    scheduler.half.reset()
-    assert scheduler.half.lookup(scheduler.request("f", 100), 0) == 96, "the version is known"
+    for content in ("3", "1"):
+        version.write_text(content)
+        scheduler.half.reset()
+        assert scheduler.half.lookup(scheduler.request(f"d{content}", 100), 0) == 0
+        scheduler.store_request(f"e{content}")
+        scheduler.half.reset()
+        again = scheduler.half.lookup(scheduler.request(f"f{content}", 100), 0)
+        assert again == 96, "the version is known"
 
 
 def with_old_weights_on_the_host(version: Path | None, *, is_idle: bool = False) -> Scheduler:
@@ -219,6 +235,34 @@ def test_other_weights_empty_the_tier_until_the_device_is_reset(
     )
 
 
+def test_a_reset_is_not_over_while_a_request_fills_a_block_of_the_old_weights(
+    tmp_path: Path,
+) -> None:
+    """No block on the device has a key yet. A later request hits the block, and stores it."""
+    version = tmp_path / "version"
+    version.write_text("1")
+    scheduler = Scheduler(FULL, preserve_on_sleep=True, weights_version_path=str(version))
+    running, later = scheduler.request("a", BLOCK_SIZE - 1), scheduler.request("b", 100)
+    scheduler.admit(running)
+    scheduler.step(running)
+    version.write_text("2")
+    assert not scheduler.manager.reset_prefix_cache()
+    scheduler.half.reset()
+    running.append_output_token_ids(BLOCK_SIZE - 1)
+    assert scheduler.manager.allocate_slots(running, 1)
+    scheduler.step(running)
+    scheduler.admit(later)
+    assert later.num_computed_tokens == BLOCK_SIZE
+    scheduler.step(later)
+    for request in (running, later):
+        scheduler.finish(request)
+    for _ in range(2):
+        scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
+    assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.half.lookup(scheduler.request("d", 100), 0) == 0
+
+
 def test_a_reset_is_over_when_the_device_is_reset_too() -> None:
     """The second call of the reset does not name the connector."""
     scheduler = with_old_weights_on_the_host(None)
@@ -248,6 +292,16 @@ def test_blocks_computed_before_a_reset_are_not_stored_after_it(
     assert scheduler.manager.reset_prefix_cache()
     scheduler.store_request("b")
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
+
+
+def test_a_request_that_waits_at_a_reset_is_stored() -> None:
+    """It has no block yet that the old weights could have filled."""
+    scheduler = Scheduler(FULL)
+    request = scheduler.request("a", 100)
+    assert scheduler.half.lookup(request, 0) == 0
+    scheduler.half.reset()
+    assert scheduler.serve(request) == 0
+    assert scheduler.half.offload is not None and scheduler.half.offload.num_resident == 6
 
 
 def test_lazy_mode_stores_blocks_of_paused_requests_before_a_sleep() -> None:

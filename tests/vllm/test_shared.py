@@ -389,6 +389,7 @@ def test_a_request_goes_on_when_a_read_hangs(started: Started) -> None:
 
 def test_an_error_in_the_half_closes_the_connection(started: Started, log: list[str]) -> None:
     server = started()
+    server.scheduler.let_go_off()
     serve(server, "p")
     below = server.half.tier.below
     assert isinstance(below, SharedTier)
@@ -417,6 +418,15 @@ def test_the_log_has_the_digits_by_which_the_store_knows_the_blocks(
 def test_a_private_server_says_why(started: Started, log: list[str]) -> None:
     started(is_warm=False)
     assert any("shares no block with other servers, because the test" in line for line in log)
+
+
+def test_a_server_with_one_private_rank_shares_nothing(started: Started) -> None:
+    server = started(num_ranks=2)
+    worker = server.ranks[1].worker.below
+    assert worker is not None
+    worker._report.is_private = True
+    assert serve(server, "p") == 0
+    assert serve(started(num_ranks=2), "p") == 0
 
 
 # -- bad input -------------------------------------------------------------------------------------

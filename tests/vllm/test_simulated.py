@@ -469,6 +469,8 @@ def test_a_request_that_waits_for_stores_loads_its_hit(folder: Path, lazy: bool)
 def test_hashes_that_vllm_has_replaced_are_reported_again(folder: Path) -> None:
     """The tier must follow if vLLM changes the tokens of a request for any reason."""
     engine = Simulated(folder, {"num_cpu_blocks": 60})
+    engine.add("stored", tokens(160, 2), max_tokens=1)
+    engine.settle()
     engine.add("old", tokens(80, 1), max_tokens=40)
     while not engine.requests or engine.requests["old"].num_computed_tokens < 80:
         engine.step()
@@ -488,4 +490,5 @@ def test_hashes_that_vllm_has_replaced_are_reported_again(folder: Path) -> None:
     half.offload.extend("old", tracked.new_hashes(half.offload, 160))
     half.offload.check()
     assert tracked.num_hashes == 10 and tracked.last_hash == other.block_hashes[-1]
+    assert half.offload.lookup("old", 0, 240) == 160, "the old hashes are dropped"
     engine.close()

@@ -111,6 +111,7 @@ def test_a_rank_that_has_lost_its_host_memory_turns_the_tier_off(
     log: list[str],
 ) -> None:
     scheduler = Scheduler(FULL, num_host_blocks=None)
+    scheduler.let_go_off()
     report(scheduler, {0: 20})
     scheduler.store_request()
     report(scheduler, {0: 19})

@@ -221,14 +221,6 @@ class Requests:
                 if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
                     yield tracked.request, num_tokens
 
-    def num_submitted_tokens(self, request_id: str, tracked: TrackedRequest) -> int:
-        """Return the tokens that earlier steps have found or write, as far as that is known.
-
-        The steps that compute a part of a hit again have fewer tokens than the hit.
-        """
-        is_known = request_id in self.due or request_id in self._scheduled
-        return max(tracked.num_given_tokens, tracked.scheduled_tokens if is_known else 0)
-
     def look(self, num_scheduled: Mapping[str, int] = MappingProxyType({})) -> None:
         """Find the requests that have become due since the last look.
 

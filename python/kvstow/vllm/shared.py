@@ -106,7 +106,6 @@ class Questions:
 
     def begin(self, ranks: Mapping[int, LowerReport]) -> None:
         """Choose the names, unless a reset has. vLLM has chosen the start of its hash chains."""
-        self._asked.clear()
         if not ranks:
             return
         if not self.salt:
@@ -117,12 +116,11 @@ class Questions:
             logger.info("kvstow: rank %d shares blocks under the fingerprint %s", rank, name.hex())
 
     def reset(self, ranks: Mapping[int, LowerReport]) -> None:
-        """Take new names, and forget what is asked."""
+        """Take new names. A question of before finds nothing, and is not asked again."""
         self.salt = _random()
         if ranks:
             self._name(ranks)
         self._asker.reset()  # after the new name: see `_Client`
-        self._asked.clear()
 
     def _name(self, ranks: Mapping[int, LowerReport]) -> None:
         self.namespace = min(self.namespaces(ranks).items())[1]

@@ -80,7 +80,7 @@ class Sleep:
         the pool, it was not over until now: requests have hit old blocks of the pool meanwhile.
         """
         before, self._device_keys = self._device_keys, self.tier.pool.cached_block_hash_to_block
-        if before is not self._device_keys and before is not None:
+        if before is not self._device_keys:
             self.must_compare = self.tier.options.preserve_on_sleep or self._is_pool_older
         if self.must_compare:
             self.must_compare = False

@@ -33,7 +33,7 @@ class Steps:
             if tracked is None or not tracked.is_admitted:
                 continue
             if request_id not in requests.fresh:
-                self.evict_unwritten(request_id, tracked)
+                self.evict_unwritten(tracked)
                 requests.start_over(request_id)
         had_room = requests.has_room
         requests.scheduled(scheduled)
@@ -50,7 +50,7 @@ class Steps:
             jobs.below = below.build(is_idle=is_idle, is_copying=is_copying)
         return jobs
 
-    def evict_unwritten(self, request_id: str, tracked: TrackedRequest) -> None:
+    def evict_unwritten(self, tracked: TrackedRequest) -> None:
         """Drop the keys of blocks that this step granted to a request and did not compute.
 
         With priorities vLLM may preempt a request after it has granted it blocks in the same step.
@@ -58,7 +58,7 @@ class Steps:
         written, and the tier would store it.
         """
         request, model, pool = tracked.request, tracked.model, self.tier.pool
-        num_submitted = self.requests.num_submitted_tokens(request_id, tracked)
+        num_submitted = tracked.num_submitted_tokens
         for g, group in enumerate(model.groups):
             # Blocks that earlier steps fill are written, because those steps were submitted.
             first = max(tracked.num_reported[g], num_submitted // group.block_size)

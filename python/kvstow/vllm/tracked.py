@@ -45,7 +45,7 @@ class TrackedRequest:
         promote_until: when it stops waiting for the tier below; None unless it waits, or did.
         next_look: the number of the step that looks at it next, if no other does so before.
         scheduled_tokens: its tokens once the steps scheduled so far are over, without drafts and
-            without tokens that are still to be sampled. Valid as `num_submitted_tokens` says.
+            without tokens that are still to be sampled. Not each step of one token counts.
         filling: per group of windows or states, the blocks that the steps under way make full. They
             are recorded when vLLM allocates them, because a window drops blocks as soon as it has
             moved past them. A full-attention table keeps its blocks until the request is over.
@@ -87,6 +87,14 @@ class TrackedRequest:
         if num_again and request.replay_start:
             num_given = max(num_given, request.replay_start + num_again)
         return num_given
+
+    @property
+    def num_submitted_tokens(self) -> int:
+        """The tokens that earlier steps have found or write, as far as that is known.
+
+        The steps that compute a part of a hit again have fewer tokens than the hit.
+        """
+        return max(self.num_given_tokens, self.scheduled_tokens)
 
     def new_hashes(self, offload: OffloadScheduler, num_tokens: int) -> Sequence[bytes]:
         """Return the hashes of the first `num_tokens` tokens that the tier does not have.
