@@ -50,7 +50,7 @@ class LazyQueue:
     """The first blocks of vLLM's free queue, and those of them that still need a store."""
 
     def __init__(self, pool: BlockPool, horizon_blocks: int, batch_blocks: int = 0) -> None:
-        """View the first `horizon_blocks` of the pool's free queue, and up to `batch_blocks` more."""
+        """View the first `horizon_blocks` of the pool's free queue, or `batch_blocks` more."""
         self._pool = pool
         self.horizon_blocks = horizon_blocks
         self.batch_blocks = batch_blocks
