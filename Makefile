@@ -61,7 +61,7 @@ test-differential: $(VENV)/.test ## compare the ledger, and accelerate, with vLL
 test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connector, Model Runner V2, and 300 requests at once (SEEDS=20)
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
-	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py -k 'not another_process'
+	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_accelerate_engine.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
@@ -69,7 +69,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_hybrids.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
-	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_server_sleep.py tests/vllm/test_plan_loop.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_disk.py tests/vllm/test_engine_weights.py tests/vllm/test_server_disk.py tests/vllm/test_multi_connector.py
 	KVSTOW_VLLM=full $(BIN)/pytest -s tests/vllm/test_engine_shared.py tests/vllm/test_engine_shared_ranks.py tests/vllm/test_server_shared.py tests/vllm/test_engine_both.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from tests.vllm.forking import inspect_here
 from tests.vllm.models import HYBRIDS, VOCAB_SIZE
 from tests.vllm.runner import RUNNER
 from tests.vllm.setting import CONNECTOR, ENVIRONMENT
@@ -52,6 +53,7 @@ except ImportError:  # vLLM before 0.32 does not inspect imported objects
 # starts a C++ compiler, and takes an engine 20 seconds.
 torch.set_num_threads(1)
 torch._dynamo.config.disable = True
+inspect_here()
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
