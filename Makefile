@@ -84,9 +84,10 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 	KVSTOW_MOONCAKE_LATE=full $(BIN)/pytest tests/tiers/test_mooncake_late.py
 	KVSTOW_SEEDS=850 $(BIN)/pytest -s tests/engine/test_disk_random.py
 
-test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, and interrupt each line of a CUDA lane twice
+test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, interrupt each line of a CUDA lane twice, and replay with more seeds of late and failing copies
 	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_faults.py tests/engine/test_disk_faults.py \
-	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py
+	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py \
+	    tests/replay/test_seeded_faults.py
 
 faults: $(VENV)/.test ## print what a request sees of each fault of a disk, beside vLLM's own fs tier
 	$(BIN)/python -m benches.disk_faults
