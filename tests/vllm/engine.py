@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from tests.vllm.forking import inspect_here
 from tests.vllm.models import HYBRIDS, VOCAB_SIZE
 from tests.vllm.runner import RUNNER
 from tests.vllm.setting import CONNECTOR, ENVIRONMENT
@@ -52,6 +53,7 @@ except ImportError:  # vLLM before 0.32 does not inspect imported objects
 # starts a C++ compiler, and takes an engine 20 seconds.
 torch.set_num_threads(1)
 torch._dynamo.config.disable = True
+inspect_here()
 
 BLOCK_SIZE = 32
 _numbers = itertools.count()
@@ -66,6 +68,8 @@ DAMAGE = 0.01
 _GPU_SETTINGS = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.2}
 REST_S = 60.0
 """Seconds in which copies must have landed, also on a busy machine with a slow disk."""
+IDLE_S = 0.001
+"""What vLLM's engine sleeps after a step without tokens. Without it, other threads starve."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,20 @@ class Engine:
             self._patch.undo()
             raise
         self.core = self.llm.llm_engine.engine_core.engine_core
+        self._rest_when_idle()
         assert (self.core.batch_queue is not None) == (scheduling == "async")
+
+    def _rest_when_idle(self) -> None:
+        """Sleep after a step without tokens, as vLLM does where its engine is a process."""
+        step = self.core.step_fn
+
+        def stepping() -> tuple[Any, bool]:
+            outputs, has_computed = step()
+            if not has_computed and self.core.scheduler.has_requests():
+                time.sleep(IDLE_S)
+            return outputs, has_computed
+
+        self.core.step_fn = stepping
 
     @property
     def connector(self) -> KVStowConnector:
@@ -339,7 +356,6 @@ class Engine:
             self.llm.llm_engine.step()
             # A disk may take seconds, and steps without a token take no time.
             assert time.monotonic() < end_s, "the engine does not come to rest"
-            time.sleep(0.0001)
 
     def check_idle(self) -> None:
         """Check that no transfer and no request is left, and that every block is free."""

@@ -15,9 +15,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.setting import CONNECTOR, ENVIRONMENT
+from tests.vllm.forking import IS_FULL
+from tests.vllm.setting import CONNECTOR, SERVED
+from tests.vllm.template import SERVER, Forked, template
 
-ROOT = Path(__file__).parents[2]
+Process = subprocess.Popen[bytes] | Forked
 MAX_NUM_BATCHED_TOKENS = 128
 SETTINGS = {
     "--host": "127.0.0.1",
@@ -40,9 +42,23 @@ def words_of(flags: dict[str, str]) -> list[str]:
     return [word for flag in flags.items() for word in flag]
 
 
+def start(module: str, arguments: list[str], environment: dict[str, str], log: Path) -> Process:
+    """Run a module in a process group of its own, with all its output in a log."""
+    if not IS_FULL:
+        return template().fork(module, arguments, environment, log)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 def launch(
     model: Path, log: Path, connector: dict[str, Any] | None, flags: Iterable[str] = ()
-) -> tuple[subprocess.Popen[bytes], str]:
+) -> tuple[Process, str]:
     """Start a server in a process group of its own; return the process and the server's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -50,29 +66,11 @@ def launch(
     given = SETTINGS | {"--port": str(port), "--model": str(model)}
     if connector is not None:
         given["--kv-transfer-config"] = json.dumps(CONNECTOR | connector)
-    command = [sys.executable, "-m", "tests.vllm.serve", "--enforce-eager"]
-    command += ["--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
-    command += [*words_of(given), *flags]
-    environment = os.environ | ENVIRONMENT
-    # Engines in this process have other values of these.
-    environment |= {
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        # Above END_S, so that what does not end still lives when `end` asks where it is.
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "180",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
-        # Beside the model. Servers of one model remember its architecture, which takes an import.
-        "XDG_CACHE_HOME": str(model.parent / "cache"),
-    }
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    arguments = ["--enforce-eager", "--disable-uvicorn-access-log"]
+    arguments += ["--enable-prompt-tokens-details", *words_of(given), *flags]
+    # Beside the model. Servers of one model remember its architecture, which takes an import.
+    environment = os.environ | SERVED | {"XDG_CACHE_HOME": str(model.parent / "cache")}
+    process = start(SERVER, arguments, environment, log)
     return process, f"http://127.0.0.1:{port}"
 
 
@@ -96,7 +94,7 @@ def served(
         process.wait()
 
 
-def end(process: subprocess.Popen[bytes], log: Path) -> int:
+def end(process: Process, log: Path) -> int:
     """End a server by SIGTERM, and return its status. If it hangs, its processes say where."""
     process.send_signal(signal.SIGTERM)
     try:
@@ -110,7 +108,7 @@ def end(process: subprocess.Popen[bytes], log: Path) -> int:
     return status
 
 
-def _wait_until_healthy(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_healthy(address: str, process: Process, log: Path) -> None:
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         with suppress(OSError), urllib.request.urlopen(f"{address}/health", timeout=5):

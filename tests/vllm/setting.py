@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
 CONNECTOR = {
     "kv_connector": "KVStowConnector",
     "kv_connector_module_path": "kvstow.vllm",
@@ -19,4 +24,13 @@ ENVIRONMENT = {
     # On a GPU Triton's products would round float32 to 10 bits, and answers would differ by more.
     "TRITON_F32_DEFAULT": "ieee",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+}
+# A server, whose process has little else of this one. Engines in this process have other values.
+SERVED = ENVIRONMENT | {
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    # Above END_S, so that what does not end still lives when `end` asks where it is.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "180",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "python")]),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import subprocess
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.forks import in_child
 from tests.vllm.drift import Function, parse
 from tests.vllm.test_drift import root
 from vllm.lora.request import LoRARequest
@@ -153,11 +154,15 @@ def test_a_vllm_without_a_name_stays_as_it_is(log: list[str]) -> None:
 
 
 def test_nothing_is_imported_without_the_option() -> None:
-    code = (
-        "import sys, kvstow.vllm.connector\n"
-        "assert not [m for m in sys.modules if m.startswith('kvstow.vllm.accelerate')]"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, capture_output=True)
+    """In a child, which has imported vLLM already, and imports the connector anew."""
+
+    def check() -> None:
+        for name in [name for name in sys.modules if name.startswith("kvstow.vllm")]:
+            del sys.modules[name]
+        importlib.import_module("kvstow.vllm.connector")
+        assert not [name for name in sys.modules if name.startswith("kvstow.vllm.accelerate")]
+
+    in_child(check)
 
 
 # -- hashing ---------------------------------------------------------------------------------------

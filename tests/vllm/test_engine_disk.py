@@ -79,7 +79,7 @@ def start(folder: Path, kind: tuple[str, str], disk: Path, **more: Any) -> Engin
     options = {
         "num_cpu_blocks": num_host_blocks,
         "disk_path": str(disk),
-        "disk_bytes_to_use": "800MiB",
+        "disk_bytes_to_use": "64MiB",
         "min_promote_tokens": 0,
         "promote_timeout_s": 60,
         **more,

@@ -7,12 +7,7 @@ pause, keep the requests, reset the caches, and resume. In between they overwrit
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.vllm import models
@@ -142,29 +137,3 @@ def test_a_load_of_half_the_pool_does_not_block_its_request(engine: Engine) -> N
     engine.sleep()
     engine.wake()
     assert difference(engine.finish(), expected) < TOLERANCE
-
-
-# Each mode starts vLLM once more. The tests above have both modes in this process.
-@pytest.mark.parametrize(
-    "mode", ["lazy", *(["eager"] if os.environ.get("KVSTOW_VLLM") == "full" else [])]
-)
-def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
-    """There vLLM itself waits for transfers, twice, before it resets its caches."""
-    model = models.make_model(models.LLAMA, tmp_path / "model")
-    command = [sys.executable, "-m", "tests.vllm.sleeper"]
-    ended = subprocess.run(
-        [*command, str(model), str(tmp_path / "events.jsonl"), mode],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    printed = json.loads(ended.stdout.splitlines()[-1])
-    assert printed["loads"] >= 2 * len(printed["expected"])
-    for (tokens, logprobs), (others, theirs) in zip(
-        printed["expected"], printed["found"], strict=True
-    ):
-        assert tokens == others
-        assert max(abs(a - b) for a, b in zip(logprobs, theirs, strict=True)) < TOLERANCE
