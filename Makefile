@@ -20,6 +20,8 @@ INSTALL := $(BIN)/uv pip install --python $(BIN)/python --constraints constraint
 INSTALL_ALL := $(INSTALL) --compile-bytecode
 # Half of what the tests install. Python compiles a file of these when it is first imported.
 SELDOM_IMPORTED := /(tests?|testing|models|lexers|anthropic|cupyx|resources|pip|physics|cuda|sentry_sdk|fontTools)/
+# For minutes of tests, better code is worth its compilation.
+LONG_CARGO_TEST := CARGO_PROFILE_TEST_OPT_LEVEL=2 cargo test
 # Other versions of vLLM, each in a folder below DRIFT. 0.33 has no CPU build: its Python code runs with the
 # compiled code of the build that the tests install.
 DRIFT := .venv-drift
@@ -115,18 +117,18 @@ drift: wheel $(DRIFT_BUILDS:%=$(DRIFT)/%/.ready) $(DRIFT_OVERLAYS:%=$(DRIFT)/%/.
 soak: ## test the core with new random operations for SECONDS=600
 	@$(need_cargo)
 	end=$$(($$(date +%s) + $(SECONDS))); \
-	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 cargo test --quiet --test accounting || exit 1; done
+	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 $(LONG_CARGO_TEST) --quiet --test accounting || exit 1; done
 
 model: $(BIN)/uv ## search larger worlds for interleavings that break a contract, and seed bugs that must be found
 	@$(need_cargo)
-	KVSTOW_MODEL=full cargo test --package kvstow-core --lib protocol_tests -- --nocapture
+	KVSTOW_MODEL=full $(LONG_CARGO_TEST) --package kvstow-core --lib protocol_tests -- --nocapture
 	$(BIN)/python -m tests.model.seeded_bugs
 
 fuzz: $(VENV)/.test ## feed new inputs to every parser, SECONDS=600 for each
 	@$(need_cargo)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 	end=$$(($$(date +%s) + $(SECONDS))); \
-	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=20000 cargo test --quiet --test accounting forged || exit 1; done
+	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=20000 $(LONG_CARGO_TEST) --quiet --test accounting forged || exit 1; done
 
 test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri (rustup +nightly component add miri)
 	@$(need_cargo)
