@@ -104,6 +104,7 @@ class HostTier:
         blocks_per_token = sum(1 / group.block_size for group in self.model.groups)
         most_tokens = int(self.max_stored_blocks / blocks_per_token) // 8
         self.gathered_tokens = min(self.gathered_tokens, most_tokens)
+        self.lazy = None
         if self.options.lazy_offload:
             batch_blocks = int(self.gathered_tokens * blocks_per_token)
             self.lazy = LazyQueue(manager.block_pool, self.horizon_blocks, batch_blocks)
