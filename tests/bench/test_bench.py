@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import signal
@@ -26,6 +27,13 @@ from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.tier import Checked
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Direction
+
+
+@pytest.fixture(autouse=True)
+def still_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what `frozen_heap` froze: the bench collects several times, and would look at it all."""
+    monkeypatch.setattr(gc, "unfreeze", lambda: None)
+
 
 SMALL = ["copy", "--device", "host", "--size", "1MiB", "--turns", "1"]
 

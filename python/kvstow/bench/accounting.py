@@ -193,13 +193,15 @@ def measure_accounting(
             work.begin(side)
         gc.collect()
         gc.freeze()
-        for turn in range(num_turns + 1):
-            names = list(sides)[:: -1 if turn % 2 else 1]
-            own = clock if turn else Clock()
-            seen = {name: _turn(work, sides[name], own, name) for name in names}
-            if any(one != seen["kvstow"] for one in seen.values()):
-                raise RuntimeError("kvstow and vLLM took different blocks: please report this")
-        gc.unfreeze()
+        try:
+            for turn in range(num_turns + 1):
+                names = list(sides)[:: -1 if turn % 2 else 1]
+                own = clock if turn else Clock()
+                seen = {name: _turn(work, sides[name], own, name) for name in names}
+                if any(one != seen["kvstow"] for one in seen.values()):
+                    raise RuntimeError("kvstow and vLLM took different blocks: please report this")
+        finally:
+            gc.unfreeze()
         rows += [
             AccountingRow(
                 what,
