@@ -201,24 +201,36 @@ impl Tier {
         parent: Option<BlockHash>,
         is_chain: bool,
     ) {
-        let (Some((&first, others)), Some(&root)) = (slots.split_first(), hashes.first()) else {
-            return;
-        };
+        let (Some(&first), Some(&root)) = (slots.first(), hashes.first()) else { return };
         let parent = parent.filter(|hash| *hash != root).map(|hash| BlockKey { hash, group });
         let above = parent.and_then(|parent| self.resident_or_filling(&parent));
         let are_new = self.slots.withhold(slots, hashes, group);
         debug_assert!(are_new, "the tier has none of the keys, and each comes once");
-        self.chains.attach(first, above.unwrap_or(BlockId::NULL));
-        for (at, &slot) in others.iter().enumerate() {
-            self.chains.attach(slot, if is_chain { slots[at] } else { BlockId::NULL });
+        self.attach_all(slots, hashes, group, above.unwrap_or(BlockId::NULL), is_chain);
+        if let (Some(parent), None) = (parent, above) {
+            self.chains.await_key(first, parent);
+        }
+    }
+
+    /// Puts the first slot below `parent`, and each other below the one before it (`is_chain`) or
+    /// below none. Then puts the blocks below them that await their keys.
+    fn attach_all(
+        &mut self,
+        slots: &[BlockId],
+        hashes: &[BlockHash],
+        group: GroupId,
+        parent: BlockId,
+        is_chain: bool,
+    ) {
+        let mut above = parent;
+        for &slot in slots {
+            self.chains.attach(slot, above);
+            above = if is_chain { slot } else { BlockId::NULL };
         }
         if self.chains.has_awaited() {
             for (&slot, &hash) in slots.iter().zip(hashes) {
                 self.adopt(slot, &BlockKey { hash, group });
             }
-        }
-        if let (Some(parent), None) = (parent, above) {
-            self.chains.await_key(first, parent);
         }
     }
 
@@ -261,15 +273,7 @@ impl Tier {
         let empty = empty?;
         let mut above = kept.last().copied().unwrap_or(parent);
         if num_awaited == 0 && self.slots.withhold(&empty, &due[..empty.len()], group) {
-            for &slot in &empty {
-                self.chains.attach(slot, above);
-                above = slot;
-            }
-            if has_awaited {
-                for (&slot, &hash) in empty.iter().zip(due) {
-                    self.adopt(slot, &BlockKey { hash, group });
-                }
-            }
+            self.attach_all(&empty, due, group, above, true);
             return Ok(Reserved { num_held, num_kept: num_held + empty.len(), slots: empty });
         }
         let mut rest = empty.as_slice();
