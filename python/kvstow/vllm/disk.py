@@ -193,9 +193,8 @@ class DiskTier(LowerTier):
             if self._next_slot >= self.num_slots:
                 self._to_adopt = _joined(self._agreed)
         if self._to_adopt is not None:
-            now, rest = slice(0, RECORDS_PER_STEP), slice(RECORDS_PER_STEP, None)
-            adopt(offload, _part(self._to_adopt, now))
-            self._to_adopt = _part(self._to_adopt, rest)
+            adopt(offload, self._to_adopt.some(slice(RECORDS_PER_STEP)))
+            self._to_adopt = self._to_adopt.some(slice(RECORDS_PER_STEP, None))
             if not len(self._to_adopt):
                 num_blocks = offload.disk_stats()["disk_resident_blocks"]
                 logger.info("kvstow: the disk tier begins with %d blocks", num_blocks)
@@ -223,14 +222,9 @@ class DiskTier(LowerTier):
         return self.clock() < self._until
 
 
-def _part(records: SlotRecords, at: slice) -> SlotRecords:
-    return SlotRecords(*(getattr(records, each.name)[at] for each in fields(records)))
-
-
 def _joined(parts: list[SlotRecords]) -> SlotRecords:
     """Return the records of all parts, the oldest write first."""
     used = [part for part in parts if len(part)] or parts[:1]
     columns = [np.concatenate([getattr(p, each.name) for p in used]) for each in fields(used[0])]
     joined = SlotRecords(*columns)
-    order = np.argsort(joined.sequences, kind="stable")
-    return SlotRecords(*(getattr(joined, each.name)[order] for each in fields(joined)))
+    return joined.some(np.argsort(joined.sequences, kind="stable"))
