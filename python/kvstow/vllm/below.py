@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final
@@ -212,18 +212,17 @@ class LowerTier(ABC):
                 offload.complete(job.job_id, rank=rank)
         return LowerJob.of(job, self._sequence)
 
-    def expired(self, job_ids: Iterable[int]) -> None:
-        """Take the ids of late jobs. They end when no rank uses their slots any more."""
-        for job_id in job_ids:
-            self._in_flight.discard(job_id)
-            logger.warning(
-                "kvstow: job %d of the %s tier has not ended within load_timeout_s (%g s), so it "
-                "counts as failed. If this repeats, check the %s",
-                job_id,
-                self.name,
-                self.options.load_timeout_s,
-                self.name,
-            )
+    def expired(self, job_id: int) -> None:
+        """Take the id of a late job. It ends when no rank uses its slots any more."""
+        self._in_flight.discard(job_id)
+        logger.warning(
+            "kvstow: job %d of the %s tier has not ended within load_timeout_s (%g s), so it "
+            "counts as failed. If this repeats, check the %s",
+            job_id,
+            self.name,
+            self.options.load_timeout_s,
+            self.name,
+        )
 
     def processed(self, reports: Mapping[int, LowerReport]) -> None:
         """Take the reports of a step: sizes, ends of jobs, and what the kind of tier adds."""
@@ -263,11 +262,6 @@ class LowerTier(ABC):
         """Return the events of the tier's blocks since the last call."""
         events: list[BlockEvent] = [] if self._offload is None else self._offload.take_disk_events()
         return events
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether a job may still end or be late."""
-        return bool(self._in_flight)
 
     @property
     def has_work(self) -> bool:

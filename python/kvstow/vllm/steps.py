@@ -39,8 +39,7 @@ class Steps:
         requests.scheduled(scheduled)
         if had_room and not requests.has_room:
             self.stores.store_gathered()
-        if transfers.in_flight or below is not None:
-            transfers.expire()
+        transfers.expire()
         jobs = transfers.take_jobs()
         if below is not None:
             if (slow_loads := below.slow_loads) is not None:
