@@ -189,16 +189,13 @@ class Requests:
         """Record what a step schedules, and the blocks of windows that it makes full."""
         num_scheduled = scheduled.num_scheduled_tokens
         self.num_steps += 1
-        if scheduled.total_num_scheduled_tokens != len(num_scheduled):
-            for request_id, num_tokens in num_scheduled.items():
-                if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
-                    self._scheduled[request_id] = None
-                    request = tracked.request
-                    end = request.num_computed_tokens + num_tokens
-                    # `num_tokens` takes a call, and only a session may have fewer than its prompt.
-                    if end > request.num_prompt_tokens or request.resumable:
-                        end = min(end, request.num_tokens)
-                    tracked.scheduled_tokens = end
+        for request, num_tokens in self.chunks(scheduled):
+            self._scheduled[request.request_id] = None
+            end = request.num_computed_tokens + num_tokens
+            # `num_tokens` takes a call, and only a session may have fewer than its prompt.
+            if end > request.num_prompt_tokens or request.resumable:
+                end = min(end, request.num_tokens)
+            self.tracked[request.request_id].scheduled_tokens = end
         if self.fresh:
             for request_id in [name for name in self.fresh if name in num_scheduled]:
                 tracked = self.tracked[request_id]
