@@ -125,8 +125,8 @@ class Steps:
             return
         if request_id not in self.requests.due:
             # Stores may be gathered, and the last token may not have been sampled before.
-            self.requests.look_at(request_id, tracked)
+            self.requests.look_at(tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
-        self.requests.evict_unproven(request_id, tracked)
+        self.requests.evict_unproven(tracked)
         self.requests.forget(request_id)

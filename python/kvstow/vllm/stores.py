@@ -102,7 +102,7 @@ class Stores:
                     self._leave_out(tracked, g, filled[len(wanted) :])
             named.append(request_id)
             computed.append(num_computed)
-            self.requests.reported(request_id, tracked, num_computed)
+            self.requests.reported(tracked, num_computed)
         if named:
             job = offload.store(
                 named,
