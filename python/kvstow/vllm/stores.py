@@ -126,7 +126,7 @@ class Stores:
     ) -> list[int]:
         """Count a group's filled blocks as reported; return their ids, 0 for those not to store."""
         if tracked.model.is_window[g]:
-            ids = tracked.window_ids(g, filled, self.tier.manager)
+            ids = tracked.window_ids(g, filled, self.tier.tables)
         else:
             ids = [block.block_id for block in filled]
         if self.tier.lazy is not None:
