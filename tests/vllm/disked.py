@@ -38,7 +38,6 @@ from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 Bytes = npt.NDArray[np.uint8]
@@ -148,10 +147,10 @@ class Server:
         news = []
         for at, rank in enumerate(self.ranks):
             rank.worker.bind(copy.deepcopy(jobs))
-            rank.worker.begin(LOAD)
+            rank.worker.begin("load")
             for request in requests:
                 self.compute(at, request)
-            rank.worker.begin(STORE)
+            rank.worker.begin("store")
             news.append(rank.worker.reports() or StepReports())
         for request in requests:
             request.num_computed_tokens = request.num_tokens

@@ -38,7 +38,6 @@ from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
 
@@ -112,8 +111,8 @@ class Spread(Scheduler):
         meta = StepReports()
         for worker in self.workers:
             worker.bind(self.jobs if worker is self.workers[-1] else _copied(self.jobs))
-            worker.begin(LOAD)
-            worker.begin(STORE)
+            worker.begin("load")
+            worker.begin("store")
             reports = worker.reports()
             meta = meta if reports is None else meta.aggregate(reports)
         self.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))

@@ -35,7 +35,7 @@ from kvstow.vllm.observe import Observer
 from kvstow.vllm.options import Options, path_of_engine
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
+from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
 
@@ -188,7 +188,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        self._worker.begin(LOAD)
+        self._worker.begin("load")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM runs a request only when its load has landed."""
@@ -200,7 +200,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Begin this step's stores; vLLM need not wait, because jobs hold their blocks."""
-        self._worker.begin(STORE)
+        self._worker.begin("store")
 
     def clear_connector_metadata(self) -> None:
         """End a step. vLLM 0.30 does not call `wait_for_save` in steps without tokens."""

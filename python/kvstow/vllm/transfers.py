@@ -21,12 +21,12 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvstow import Job, JobEnd
+from kvstow.transfer.mover import Direction
 from kvstow.vllm.messages import Copies, StepJobs
 from kvstow.vllm.tier import HostTier
 
@@ -47,7 +47,7 @@ class Transfer:
         is_late: it has missed its deadline, or the tier was turned off.
     """
 
-    direction: Literal["store", "load"]
+    direction: Direction
     blocks: list[KVCacheBlock]
     held: list[KVCacheBlock] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
