@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.vllm.forking import IS_FULL
 from tests.vllm.halves import BLOCK_SIZE, FULL, STATE, WINDOW, cache_config
 from tests.vllm.simulated import VOCAB_SIZE, Simulated
 from tests.vllm.test_metrics import Exported
@@ -26,7 +26,6 @@ from kvstow.vllm.shadow_slots import SLOT_BYTES
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 FACTORS = (0.5, 1, 2, 4)
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 HYBRID = (WINDOW,) * 5 + (FULL,)
 
 
