@@ -83,9 +83,11 @@ class LowerTier(ABC):
     def num_blocks(self, num_host_blocks: int) -> int:
         """Return the slots of the tier's index; 0 if no rank has reported a part of the tier."""
 
-    @abstractmethod
     def begin(self, offload: OffloadScheduler) -> None:
-        """Open the tier of a new scheduler."""
+        """Open the tier of a new scheduler, which knows no job of an earlier one."""
+        self._offload = offload
+        self._in_flight.clear()
+        self._promoting.clear()
 
     @abstractmethod
     def reset(self) -> None:

@@ -90,9 +90,7 @@ class DiskTier(LowerTier):
         Only the first one finds an earlier server's blocks, unless a reset has come before it.
         """
         is_first = self._offload is None and not self._renewal
-        self._offload = offload
-        self._in_flight.clear()
-        self._promoting.clear()
+        super().begin(offload)
         if self.num_slots and is_first:
             self._enter("warming")
         elif self.num_slots:
