@@ -32,7 +32,7 @@ from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
-from kvstow.vllm.options import Options, path_of_engine
+from kvstow.vllm.options import Options, path_of_engine, rank_in_engine
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
@@ -90,8 +90,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker: WorkerHalf = (IdleWorker if options.observe else WorkerHalf)(
                 model,
                 options,
-                # Within its engine: with data parallelism vLLM may number the ranks of all engines.
-                rank=parallel.rank % parallel.world_size,
+                rank=rank_in_engine(parallel),
                 world_size=parallel.world_size,
                 # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
                 # that share this machine do not count.

@@ -115,6 +115,14 @@ def path_of_engine(path: str, parallel: Any) -> str:
     return f"{path}.engine{engine}" if engine else path
 
 
+def rank_in_engine(parallel: Any) -> int:
+    """Return a worker's number in its engine.
+
+    With data parallelism vLLM may number the workers of all engines.
+    """
+    return int(parallel.rank % parallel.world_size)
+
+
 @dataclass(frozen=True)
 class Options:
     """The options that a user may set. Where vLLM has an option, its name is vLLM's.
