@@ -253,12 +253,9 @@ class Server:
             rank.device.fill_(255)
         assert self.scheduler.manager.reset_prefix_cache()
 
-    def push_off_the_host(self, num: int = 3) -> None:
+    def push_off_the_host(self) -> None:
         """Store other prompts, so that the host evicts what it had."""
-        for at in range(num):
-            name = f"other-{chr(200 + at)}"
-            self.serve(self.begin(name))
-            self.forget()
+        fill(self, *(f"other-{chr(200 + at)}" for at in range(3)))
 
     def stats(self) -> dict[str, int]:
         return self.half.stats()
@@ -267,3 +264,10 @@ class Server:
         self.half.close()
         for rank in self.ranks:
             rank.worker.close()
+
+
+def fill(server: Server, *names: str) -> None:
+    """Serve prompts with these names, and empty the device after each."""
+    for name in names:
+        server.serve(server.begin(name))
+        server.forget()

@@ -117,8 +117,8 @@ class Spread(Scheduler):
             meta = meta if reports is None else meta.aggregate(reports)
         self.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
 
-    def pages(self, rank: int, layer: str, ids: list[int]) -> torch.Tensor:
-        return self.devices[rank][layer].view(NUM_BLOCKS, PAGE_BYTES)[ids]
+    def pages(self, rank: int, ids: list[int]) -> torch.Tensor:
+        return self.devices[rank]["0"].view(NUM_BLOCKS, PAGE_BYTES)[ids]
 
 
 def _copied(jobs: Any) -> Any:
@@ -157,7 +157,7 @@ def test_each_rank_loads_its_own_share() -> None:
     for rank in range(DCP):
         shares = torch.arange(NUM_BLOCKS)[:, None] + torch.arange(PAGE_BYTES)[None] + 100 * rank
         scheduler.devices[rank]["0"].copy_((shares % 251).byte().reshape(-1))
-    before = [scheduler.pages(rank, "0", ids).clone() for rank in range(DCP)]
+    before = [scheduler.pages(rank, ids).clone() for rank in range(DCP)]
     assert not before[0].equal(before[1])
     scheduler.step(request)
     scheduler.finish(request)
@@ -172,7 +172,7 @@ def test_each_rank_loads_its_own_share() -> None:
     scheduler.step()
     scheduler.copy()
     for rank in range(DCP):
-        assert scheduler.pages(rank, "0", targets).equal(before[rank])
+        assert scheduler.pages(rank, targets).equal(before[rank])
 
 
 def test_a_group_that_no_rank_divides_keeps_its_block_size() -> None:

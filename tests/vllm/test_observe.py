@@ -173,7 +173,7 @@ def test_statistics_reach_prometheus(folder: Path) -> None:
 class Watched:
     """An observer with its own clock, and requests of vLLM's scheduler."""
 
-    def __init__(self, *specs: Any, retention: int | None = 0, **options: Any) -> None:
+    def __init__(self, *specs: Any, **options: Any) -> None:
         self.now_s = 0.0
         groups = Model.of(cache_config(*(specs or (FULL,)))).groups
         model = Model(64, groups, ((),), BLOCK_SIZE)
@@ -181,7 +181,7 @@ class Watched:
             model,
             Options(num_cpu_blocks=100, **options),
             world_size=1,
-            retention_interval=retention,
+            retention_interval=0,
             clock=lambda: self.now_s,
         )
         # A tier of 100 slots is 1 GiB large.
