@@ -48,7 +48,7 @@ from kvstow.tiers.files import Files
 from kvstow.tiers.opening import check_place
 from kvstow.tiers.tier import Tier
 from kvstow.transfer import HostArena
-from kvstow.vllm.below_worker import LowerWorker, some_of
+from kvstow.vllm.below_worker import LowerWorker
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import WHERE, Options
 
@@ -237,13 +237,9 @@ class DiskWorker(LowerWorker):
 
     def _still_true(self, job: LowerJob) -> LowerJob:
         """Return a job of the plan for the end without the slots that jobs have used since."""
-        blocks, parents = job.blocks, job.blocks.parents
-        assert parents is not None, "a plan has parents"
-        kept = np.flatnonzero(
-            self._unused_on_host[job.host_slots] & self._unused_in_file[blocks.slots]
-        )
-        some = replace(some_of(blocks, kept), parents=[parents[at] for at in kept])
-        return replace(job, host_slots=job.host_slots[kept], blocks=some)
+        is_unused = self._unused_on_host[job.host_slots] & self._unused_in_file[job.blocks.slots]
+        kept = np.flatnonzero(is_unused)
+        return replace(job, host_slots=job.host_slots[kept], blocks=job.blocks.some(kept))
 
 
 def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:
