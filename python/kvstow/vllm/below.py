@@ -29,7 +29,7 @@ from kvstow.observability.events import BlockEvent
 from kvstow.tiers.budget import Budget
 from kvstow.tiers.tier import MODES, Mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
-from kvstow.vllm.options import Lower, Options
+from kvstow.vllm.options import Options
 from kvstow.vllm.slow_loads import SlowLoads
 
 logger = logging.getLogger("vllm." + __name__)
@@ -72,7 +72,7 @@ class LowerTier(ABC):
     _budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self._budget = Budget(self.lower.max_write_bytes_per_s)
+        self._budget = Budget(self.options.lower.max_write_bytes_per_s)
         options, self.slow_loads = self.options, None
         if options.skip_slow_loads:
             self.slow_loads = SlowLoads(self.name, options.min_promote_tokens, self.clock)
@@ -98,11 +98,6 @@ class LowerTier(ABC):
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing of their own
         """Release what the scheduler half itself holds of the tier."""
-
-    @property
-    def lower(self) -> Lower:
-        """The options of this tier."""
-        return self.options.lower
 
     def max_in_flight(self, num_host_blocks: int) -> int:
         """Return the most slots that demotes, or promotes, copy at a time.
@@ -171,7 +166,7 @@ class LowerTier(ABC):
             return None
         now = self.clock()
         if not is_idle:
-            self._flush_until = now + self.lower.flush_s
+            self._flush_until = now + self.options.lower.flush_s
         self._is_at_rest = is_idle and not is_copying
         return self._orders(self._offload, now)
 

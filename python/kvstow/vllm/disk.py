@@ -142,9 +142,9 @@ class DiskTier(LowerTier):
             return None
         self._must_plan = False
         is_warm = not self._renewal and all(report.is_warm for report in self._ranks.values())
-        rate, max_blocks = self.lower.max_write_bytes_per_s, _MAX_LAST_BLOCKS
-        if rate is not None:
-            max_blocks = min(max_blocks, int(rate * self.lower.flush_s // self._bytes_per_block))
+        lower, max_blocks = self.options.lower, _MAX_LAST_BLOCKS
+        if (rate := lower.max_write_bytes_per_s) is not None:
+            max_blocks = min(max_blocks, int(rate * lower.flush_s // self._bytes_per_block))
         host, slots, hashes, groups, parents = offload.unsaved(
             max_blocks=max_blocks if is_warm else 0
         )
