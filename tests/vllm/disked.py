@@ -202,34 +202,24 @@ class Server:
 
     def serve(self, request: Request, *, settles: bool = True) -> int:
         """Look up, load, check, compute, store and finish; return the tokens that were loaded."""
-        manager = self.scheduler.manager
         end_s = time.monotonic() + REST_S
         while True:
-            hit, num_local, _ = manager.get_computed_blocks(request)
-            found = self.half.lookup(request, num_local)
+            hit, num_local, found = self.scheduler.look_up(request)
             if found is not None:
                 break
             assert time.monotonic() < end_s, "the request waits forever"
             self.step()
             time.sleep(IDLE_S)
-        allocated = manager.allocate_slots(
-            request,
-            0 if found else request.num_tokens - num_local,
-            num_new_computed_tokens=num_local,
-            new_computed_blocks=hit,
-            num_external_computed_tokens=found,
-            delay_cache_blocks=found > 0,
-        )
-        assert allocated is not None
-        self.half.allocated(request, manager.get_blocks(request.request_id), found)
-        request.num_computed_tokens = num_local + found
+        self.scheduler.allocate(request, hit, num_local, found)
         if found:
-            self._land(request)
+            while request.request_id not in self.step():
+                pass
+            self.scheduler.resume(request)
         wrong = self.wrong_blocks(request)
         assert not wrong, f"wrong bytes in (rank, block) {wrong}"
         self.step(request)
         self.half.finished(request)
-        manager.free(request)
+        self.scheduler.manager.free(request)
         if settles:
             self.settle()
         else:
@@ -237,15 +227,6 @@ class Server:
                 self.step()
             self.step()
         return found
-
-    def _land(self, request: Request) -> None:
-        """Step until the load of a request has landed, and give it its other blocks."""
-        manager = self.scheduler.manager
-        while request.request_id not in self.step():
-            pass
-        manager.cache_blocks(request, request.num_computed_tokens)
-        self.half.allocated(request, manager.get_blocks(request.request_id), 0)
-        manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens)
 
     def forget(self) -> None:
         """Empty the device."""
