@@ -38,7 +38,6 @@ from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 Bytes = npt.NDArray[np.uint8]
@@ -148,10 +147,10 @@ class Server:
         news = []
         for at, rank in enumerate(self.ranks):
             rank.worker.bind(copy.deepcopy(jobs))
-            rank.worker.begin(LOAD)
+            rank.worker.begin("load")
             for request in requests:
                 self.compute(at, request)
-            rank.worker.begin(STORE)
+            rank.worker.begin("store")
             news.append(rank.worker.reports() or StepReports())
         for request in requests:
             request.num_computed_tokens = request.num_tokens
@@ -203,34 +202,24 @@ class Server:
 
     def serve(self, request: Request, *, settles: bool = True) -> int:
         """Look up, load, check, compute, store and finish; return the tokens that were loaded."""
-        manager = self.scheduler.manager
         end_s = time.monotonic() + REST_S
         while True:
-            hit, num_local, _ = manager.get_computed_blocks(request)
-            found = self.half.lookup(request, num_local)
+            hit, num_local, found = self.scheduler.look_up(request)
             if found is not None:
                 break
             assert time.monotonic() < end_s, "the request waits forever"
             self.step()
             time.sleep(IDLE_S)
-        allocated = manager.allocate_slots(
-            request,
-            0 if found else request.num_tokens - num_local,
-            num_new_computed_tokens=num_local,
-            new_computed_blocks=hit,
-            num_external_computed_tokens=found,
-            delay_cache_blocks=found > 0,
-        )
-        assert allocated is not None
-        self.half.allocated(request, manager.get_blocks(request.request_id), found)
-        request.num_computed_tokens = num_local + found
+        self.scheduler.allocate(request, hit, num_local, found)
         if found:
-            self._land(request)
+            while request.request_id not in self.step():
+                pass
+            self.scheduler.resume(request)
         wrong = self.wrong_blocks(request)
         assert not wrong, f"wrong bytes in (rank, block) {wrong}"
         self.step(request)
         self.half.finished(request)
-        manager.free(request)
+        self.scheduler.manager.free(request)
         if settles:
             self.settle()
         else:
@@ -239,27 +228,15 @@ class Server:
             self.step()
         return found
 
-    def _land(self, request: Request) -> None:
-        """Step until the load of a request has landed, and give it its other blocks."""
-        manager = self.scheduler.manager
-        while request.request_id not in self.step():
-            pass
-        manager.cache_blocks(request, request.num_computed_tokens)
-        self.half.allocated(request, manager.get_blocks(request.request_id), 0)
-        manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens)
-
     def forget(self) -> None:
         """Empty the device."""
         for rank in self.ranks:
             rank.device.fill_(255)
         assert self.scheduler.manager.reset_prefix_cache()
 
-    def push_off_the_host(self, num: int = 3) -> None:
+    def push_off_the_host(self) -> None:
         """Store other prompts, so that the host evicts what it had."""
-        for at in range(num):
-            name = f"other-{chr(200 + at)}"
-            self.serve(self.begin(name))
-            self.forget()
+        fill(self, *(f"other-{chr(200 + at)}" for at in range(3)))
 
     def stats(self) -> dict[str, int]:
         return self.half.stats()
@@ -268,3 +245,10 @@ class Server:
         self.half.close()
         for rank in self.ranks:
             rank.worker.close()
+
+
+def fill(server: Server, *names: str) -> None:
+    """Serve prompts with these names, and empty the device after each."""
+    for name in names:
+        server.serve(server.begin(name))
+        server.forget()

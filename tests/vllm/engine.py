@@ -118,16 +118,6 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     )
 
 
-# The engines that CI has no time for. vLLM schedules asynchronously by default.
-_NOT_IN_CI = [("gemma", "sync"), ("granite", "sync"), ("qwen-next", "sync"), ("qwen-next", "async")]
-
-
-def skip_unless_in_ci(model: str, scheduling: str) -> None:
-    """Skip an engine that CI has no time for."""
-    if (model, scheduling) in _NOT_IN_CI and os.environ.get("KVSTOW_VLLM") != "full":
-        pytest.skip(f"{model}-{scheduling} runs in make test-vllm-full")
-
-
 def poison(worker: WorkerHalf) -> None:
     """Overwrite the device's whole cache with values that no model computes."""
     for layout in worker._layouts:

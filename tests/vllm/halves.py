@@ -20,7 +20,7 @@ from tests.vllm.versions import planning
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -171,12 +171,21 @@ class Scheduler:
             **settings,
         )
 
-    def admit(self, request: Request) -> int:
-        """Admit a request, and return the tokens to load."""
+    def look_up(self, request: Request) -> tuple[KVCacheBlocks, int, int | None]:
+        """Return the hit on the device, its tokens, and the tokens to load; None: ask again."""
         hit, num_local, boundary = self.manager.get_computed_blocks(request)
         request.shared_prefix_boundary = boundary
-        found = self.half.lookup(request, num_local)
+        return hit, num_local, self.half.lookup(request, num_local)
+
+    def admit(self, request: Request) -> int:
+        """Admit a request, and return the tokens to load."""
+        hit, num_local, found = self.look_up(request)
         assert found is not None
+        self.allocate(request, hit, num_local, found)
+        return found
+
+    def allocate(self, request: Request, hit: KVCacheBlocks, num_local: int, found: int) -> None:
+        """Give a request its blocks after a lookup, all of them unless it loads."""
         num_new = 0 if found else request.num_tokens - num_local
         allocated = self.manager.allocate_slots(
             request,
@@ -189,7 +198,12 @@ class Scheduler:
         assert allocated is not None
         self.half.allocated(request, self.manager.get_blocks(request.request_id), found)
         request.num_computed_tokens = num_local + found
-        return found
+
+    def resume(self, request: Request) -> None:
+        """Give a request whose load has landed the rest of its blocks."""
+        self.manager.cache_blocks(request, request.num_computed_tokens)
+        self.half.allocated(request, self.manager.get_blocks(request.request_id), 0)
+        self.manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens)
 
     def step(
         self,
@@ -234,9 +248,7 @@ class Scheduler:
         if found:
             self.step()
             self.step(reports=[(copies.job_id, 0, True) for copies in self.jobs.loads])
-            self.manager.cache_blocks(request, request.num_computed_tokens)
-            self.half.allocated(request, self.manager.get_blocks(request.request_id), 0)
-            self.manager.allocate_slots(request, request.num_tokens - request.num_computed_tokens)
+            self.resume(request)
         self.step(request)
         self.finish(request)
         self.step()

@@ -29,7 +29,6 @@ from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.replicas import Replicas
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 LONG_S = 60
@@ -113,8 +112,8 @@ class Rank:
 
     def step(self, jobs: StepJobs) -> StepReports | None:
         self.worker.bind(jobs)
-        self.worker.begin(LOAD)
-        self.worker.begin(STORE)
+        self.worker.begin("load")
+        self.worker.begin("store")
         return self.worker.reports()
 
     def hold(self, *, hasty: bool = False) -> None:

@@ -6,7 +6,6 @@ twin, and everything must be equal to the last bit, the order of the free queue 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import full
 
 import kvstow
 from kvstow.vllm import accelerate
@@ -22,8 +22,7 @@ from kvstow.vllm.accelerate import allocation, hashing
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-full = pytest.mark.skipif(not IS_FULL, reason="starts two more engines: make test-vllm-full")
+full = full("starts two more engines")
 
 # Each prompt twice, so that the second may hit the blocks of the first.
 PROMPTS = [tokens for tokens in prompts(6, 300) for _ in range(2)]

@@ -26,7 +26,6 @@ from vllm.v1.request import Request
 
 from kvstow.vllm import shared
 from kvstow.vllm.messages import StepJobs, StepReports
-from kvstow.vllm.stats import LOAD, STORE
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -88,10 +87,10 @@ class Late(Server):
         news = []
         for at, rank in enumerate(self.ranks):
             rank.worker.bind(copy.deepcopy(jobs))
-            rank.worker.begin(LOAD)
+            rank.worker.begin("load")
             for block_hash, block in filled:
                 rank.blocks[block] = self.content(at, block_hash)
-            rank.worker.begin(STORE)
+            rank.worker.begin("store")
             news.append(rank.worker.reports() or StepReports())
         output = KVConnectorOutput(kv_connector_worker_meta=reduce(StepReports.aggregate, news))
         self.half.processed(output)

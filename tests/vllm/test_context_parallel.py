@@ -38,7 +38,6 @@ from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
 
@@ -112,14 +111,14 @@ class Spread(Scheduler):
         meta = StepReports()
         for worker in self.workers:
             worker.bind(self.jobs if worker is self.workers[-1] else _copied(self.jobs))
-            worker.begin(LOAD)
-            worker.begin(STORE)
+            worker.begin("load")
+            worker.begin("store")
             reports = worker.reports()
             meta = meta if reports is None else meta.aggregate(reports)
         self.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
 
-    def pages(self, rank: int, layer: str, ids: list[int]) -> torch.Tensor:
-        return self.devices[rank][layer].view(NUM_BLOCKS, PAGE_BYTES)[ids]
+    def pages(self, rank: int, ids: list[int]) -> torch.Tensor:
+        return self.devices[rank]["0"].view(NUM_BLOCKS, PAGE_BYTES)[ids]
 
 
 def _copied(jobs: Any) -> Any:
@@ -158,7 +157,7 @@ def test_each_rank_loads_its_own_share() -> None:
     for rank in range(DCP):
         shares = torch.arange(NUM_BLOCKS)[:, None] + torch.arange(PAGE_BYTES)[None] + 100 * rank
         scheduler.devices[rank]["0"].copy_((shares % 251).byte().reshape(-1))
-    before = [scheduler.pages(rank, "0", ids).clone() for rank in range(DCP)]
+    before = [scheduler.pages(rank, ids).clone() for rank in range(DCP)]
     assert not before[0].equal(before[1])
     scheduler.step(request)
     scheduler.finish(request)
@@ -173,7 +172,7 @@ def test_each_rank_loads_its_own_share() -> None:
     scheduler.step()
     scheduler.copy()
     for rank in range(DCP):
-        assert scheduler.pages(rank, "0", targets).equal(before[rank])
+        assert scheduler.pages(rank, targets).equal(before[rank])
 
 
 def test_a_group_that_no_rank_divides_keeps_its_block_size() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
-from tests.vllm.disked import Server, Whose, folder_on_disk
+from tests.vllm.disked import Server, Whose, fill, folder_on_disk
 from vllm.lora.request import LoRARequest
 
 from kvstow import ConfigError, StateError
@@ -61,12 +61,6 @@ def disk_mode(server: Server) -> str | None:
     assert server.half.offload is not None
     server.half.offload.check()
     return server.half.offload.disk_mode
-
-
-def fill(server: Server, *names: str) -> None:
-    for name in names:
-        server.serve(server.begin(name))
-        server.forget()
 
 
 # -- up and down -----------------------------------------------------------------------------------

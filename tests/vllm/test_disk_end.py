@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.setup import LONG_S
-from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.disked import Server, fill, folder_on_disk
 
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
@@ -55,14 +55,8 @@ def started(disk: Path) -> Iterator[Callable[..., Server]]:
 Started = Callable[..., Server]
 
 
-def fill(server: Server, *names: str) -> None:
-    for name in names:
-        server.serve(server.begin(name))
-        server.forget()
-
-
-def worker_of(server: Server, rank: int = 0) -> DiskWorker:
-    worker = server.ranks[rank].worker.below
+def worker_of(server: Server) -> DiskWorker:
+    worker = server.ranks[0].worker.below
     assert isinstance(worker, DiskWorker)
     return worker
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +18,8 @@ from tests.vllm.engine import (
     Engine,
     difference,
     prompts,
-    skip_unless_in_ci,
 )
+from tests.vllm.full import kinds
 from tests.vllm.movers import ChangedMover, EndedStores, LateMover, LateTicket
 from vllm import SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -42,12 +41,7 @@ MODELS: dict[str, tuple[dict[str, object], int, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The model, and the way of scheduling."""
-    kind: tuple[str, str] = request.param
-    skip_unless_in_ci(*kind)
-    return kind
+kind = kinds(MODELS)
 
 
 @pytest.fixture(scope="module")

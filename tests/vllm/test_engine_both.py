@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
 from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import BLOCK_SIZE, DAMAGE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import full, kinds
 from tests.vllm.sharing import AnySum, redis_of
 from tests.vllm.test_engine_disk import flip_all_slots
 from tests.vllm.test_engine_shared import damage_all
@@ -26,7 +25,6 @@ from kvstow.vllm.both_worker import BothWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 IN_CI = [("llama", "async")]
 # The blocks of the first two are in the store only, and those of the others on the disk only.
 PROMPTS = prompts(4, 300)
@@ -46,13 +44,7 @@ def disk() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The model, and the way of scheduling."""
-    kind: tuple[str, str] = request.param
-    if kind not in IN_CI and not IS_FULL:
-        pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
-    return kind
+kind = kinds(MODELS, IN_CI)
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +123,7 @@ def test_the_disk_gives_what_it_has_and_the_store_gives_the_rest(
     engine.close()
 
 
-@pytest.mark.skipif(not IS_FULL, reason="starts three engines: make test-vllm-full")
+@full("starts three engines")
 @pytest.mark.parametrize("damaged", ["disk", "store"])
 def test_damage_in_either_is_a_miss(
     kind: tuple[str, str],
@@ -167,7 +159,7 @@ def test_damage_in_either_is_a_miss(
     engine.close()
 
 
-@pytest.mark.skipif(not IS_FULL, reason="starts three engines: make test-vllm-full")
+@full("starts three engines")
 def test_a_disk_that_failed_and_a_store_that_died_leave_the_other(
     kind: tuple[str, str], model: Path, disk: Path, store: Store
 ) -> None:

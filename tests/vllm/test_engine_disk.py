@@ -5,8 +5,6 @@ A restart here is another engine in this process. `test_server_disk` restarts a 
 
 from __future__ import annotations
 
-import itertools
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,12 +25,12 @@ from tests.vllm.engine import (
     difference,
     prompts,
 )
+from tests.vllm.full import kinds
 
 from kvstow.tiers.slot_store import SlotStore
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 # Each test starts several engines, so CI has time for two kinds.
 IN_CI = [("llama", "sync"), ("gemma", "async")]
 PROMPTS = prompts(8, 300)
@@ -52,13 +50,7 @@ def disk() -> Iterator[Path]:
         yield folder
 
 
-@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The model, and the way of scheduling."""
-    kind: tuple[str, str] = request.param
-    if kind not in IN_CI and not IS_FULL:
-        pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
-    return kind
+kind = kinds(MODELS, IN_CI)
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ Falcon-H1 each layer has a state and attention. Mamba 2 alone has no attention a
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,12 +24,13 @@ from typing import Any
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.forking import IS_FULL
+from tests.vllm.full import kinds
 
 from kvstow import FullAttention, Job, StateSpace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 # The engines that CI has time for.
 IN_CI = [("granite", "async"), ("qwen-next", "sync")]
 # A pool that is too small for two prompts of the longest kind at a time, and one for everything.
@@ -70,15 +70,7 @@ class Oracle:
     noise: float
 
 
-@pytest.fixture(
-    scope="module", params=itertools.product(models.HYBRIDS, ["sync", "async"]), ids="-".join
-)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The model, and the way of scheduling."""
-    kind: tuple[str, str] = request.param
-    if kind not in IN_CI and not IS_FULL:
-        pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
-    return kind
+kind = kinds(models.HYBRIDS, IN_CI)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Each test starts an engine of its own. All run only in `make test-vllm-full`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,14 +23,12 @@ from tests.vllm.engine import (
     greedy,
     prompts,
 )
+from tests.vllm.full import full
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
-    pytest.mark.skipif(
-        os.environ.get("KVSTOW_VLLM") != "full",
-        reason="starts an engine for each test: make test-vllm-full",
-    ),
+    full("starts an engine for each test"),
 ]
 
 PROMPTS, OTHERS = prompts(4, 300), prompts(6, 300, seed=2)

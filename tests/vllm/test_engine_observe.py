@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,14 @@ from typing import Any
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Answer, Engine, difference
+from tests.vllm.full import full
 from tests.vllm.traffic import Traffic
 
 from kvstow.observability.metrics import SHADOW_KEY
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
-    pytest.mark.skipif(
-        os.environ.get("KVSTOW_VLLM") != "full", reason="takes minutes: make test-vllm-full"
-    ),
+    full("takes minutes"),
 ]
 FACTORS = (0.5, 1, 2, 4)
 # Six groups: five windows and one of full attention.

@@ -20,6 +20,7 @@ from tests.tiers.damage import all_proven
 from tests.vllm import models
 from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import Engine
+from tests.vllm.full import skip_unless_in_ci
 from tests.vllm.movers import Unsteady
 from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
 from tests.vllm.reference import Reference
@@ -45,7 +46,6 @@ IN_CI = [
     ("llama", "async", "drafts"),
     ("gemma", "async", "plain"),
 ]
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 FIRST_SEED = int(os.environ.get("KVSTOW_SEED", "1"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KVSTOW_SEEDS", "1")))
 NUM_OPERATIONS = int(os.environ.get("KVSTOW_OPERATIONS", "100"))
@@ -183,8 +183,7 @@ def bench(
     name, _, drafts = kind
     if name in WITHOUT_DRAFTS and drafts == "drafts":
         pytest.skip("vLLM's CPU engine has no drafts for recurrent states")
-    if kind not in IN_CI and not IS_FULL:
-        pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
+    skip_unless_in_ci(kind, IN_CI)
     folder = models.make_model(MODELS[name][0], tmp_path_factory.mktemp(name))
     with closing(Reference(folder, NUM_TOKENS)) as reference, folder_on_disk() as disk:
         bench = Bench(folder, kind, reference, disk)

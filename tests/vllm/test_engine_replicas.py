@@ -18,15 +18,14 @@ from typing import Any
 import pytest
 from tests.vllm import models
 from tests.vllm.engine import DAMAGE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import full
 from vllm.platforms.cpu import CpuPlatform
 
 from kvstow.vllm import KVStowConnector
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
-    pytest.mark.skipif(
-        os.environ.get("KVSTOW_VLLM") != "full", reason="starts three engines: make test-vllm-full"
-    ),
+    full("starts three engines"),
 ]
 
 PROMPTS = prompts(6, 300)

@@ -6,8 +6,6 @@ that wrong values must change the answers.
 
 from __future__ import annotations
 
-import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,13 @@ import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
 from tests.vllm.engine import BLOCK_SIZE, DAMAGE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import kinds
 from tests.vllm.sharing import AnySum, redis_of
 
 from kvstow.tiers.framed import HEADER_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 # Each test starts several engines.
 IN_CI = [("llama", "async")]
 PROMPTS = prompts(6, 300)
@@ -34,13 +32,7 @@ MODELS: dict[str, tuple[dict[str, object], int, int]] = {
 }
 
 
-@pytest.fixture(scope="module", params=itertools.product(MODELS, ["sync", "async"]), ids="-".join)
-def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """The model, and the way of scheduling."""
-    kind: tuple[str, str] = request.param
-    if kind not in IN_CI and not IS_FULL:
-        pytest.skip(f"{'-'.join(kind)} runs in make test-vllm-full")
-    return kind
+kind = kinds(MODELS, IN_CI)
 
 
 def start(folder: Path, kind: tuple[str, str], store: Store, **more: Any) -> Engine:

@@ -17,6 +17,7 @@ import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
 from tests.vllm.engine import Engine
+from tests.vllm.full import skip_unless_in_ci
 from tests.vllm.movers import Unsteady
 from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
 from tests.vllm.reference import Reference
@@ -29,7 +30,6 @@ from kvstow.vllm.slow_loads import SlowLoads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 FIRST_SEED = int(os.environ.get("KVSTOW_SEED", "1"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("KVSTOW_SEEDS", "1")))
 NUM_OPERATIONS = int(os.environ.get("KVSTOW_OPERATIONS", "100"))
@@ -146,8 +146,7 @@ def spoil(store: Store, share: float) -> None:
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
-    if request.param != "llama" and not IS_FULL:
-        pytest.skip(f"{request.param} runs in make test-vllm-full")
+    skip_unless_in_ci((request.param,), [("llama",)])
     folder = tmp_path_factory.mktemp(request.param)
     with Store(folder, "--maxmemory", "500mb") as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

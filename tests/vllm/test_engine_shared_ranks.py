@@ -10,7 +10,6 @@ How a wrong block could be served, and what each test does about it:
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.vllm.engine import BLOCK_SIZE, DAMAGE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import full
 from tests.vllm.setting import CONNECTOR
 from tests.vllm.sharing import redis_of
 
@@ -28,9 +28,7 @@ from kvstow.vllm import identity
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
-    pytest.mark.skipif(
-        os.environ.get("KVSTOW_VLLM") != "full", reason="starts five engines: make test-vllm-full"
-    ),
+    full("starts five engines"),
 ]
 
 PROMPTS = prompts(6, 300)

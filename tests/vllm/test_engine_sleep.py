@@ -17,8 +17,8 @@ from tests.vllm.engine import (
     Engine,
     difference,
     prompts,
-    skip_unless_in_ci,
 )
+from tests.vllm.full import skip_unless_in_ci
 from tests.vllm.movers import Forgetful
 from vllm.v1.request import RequestStatus
 
@@ -39,7 +39,7 @@ def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
     name, scheduling = request.param
-    skip_unless_in_ci(name, scheduling)
+    skip_unless_in_ci(request.param)
     config, num_blocks, num_host_blocks = MODELS[name]
     engine = Engine(
         models.make_model(config, tmp_path_factory.mktemp(name)),

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 from tests.tiers.resp.proxy import Faults, Proxy
 from tests.tiers.resp.server import Server as Store
 from tests.vllm.engine import BLOCK_SIZE, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import skip_unless_in_ci
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 PROMPTS = prompts(5, 300)
 NEW, STORED = PROMPTS[:1], PROMPTS[1:]
 NUM_HIT = (300 - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -48,8 +47,7 @@ def answers(engine: Engine, asked: list[list[int]]) -> list[Answer]:
 def test_an_engine_computes_what_a_slow_store_has_with_equal_answers(
     folder: Path, store: Store, scheduling: str
 ) -> None:
-    if scheduling == "sync" and not IS_FULL:
-        pytest.skip("sync runs in make test-vllm-full")
+    skip_unless_in_ci((scheduling,), [("async",)])
     engine = start(folder, store.url, scheduling, skips=False)
     expected = answers(engine, STORED)
     assert not any(each.num_cached for each in expected)

@@ -7,7 +7,6 @@ modules that drafts load keep vLLM from starting another engine in the process.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.vllm.engine import (
     difference,
     prompts,
 )
+from tests.vllm.full import full
 from tests.vllm.setting import CONNECTOR
 from vllm.config import SpeculativeConfig
 from vllm.lora.request import LoRARequest
@@ -35,8 +35,7 @@ from kvstow.vllm import KVStowConnector
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-full = pytest.mark.skipif(not IS_FULL, reason="starts one more engine: make test-vllm-full")
+full = full("starts one more engine")
 
 PROMPTS = prompts(6, 300)
 # The tokens repeat, so that n-gram drafts find a match.

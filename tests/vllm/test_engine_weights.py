@@ -7,7 +7,6 @@ weights' blocks is under way at that moment, and ends later.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
 from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import DAMAGE, REST_S, TOLERANCE, Answer, Engine, difference, prompts
+from tests.vllm.full import full
 from tests.vllm.movers import ChangedMover, LateTicket
 
 from kvstow.transfer import Event, Mover, Ticket
@@ -27,9 +27,7 @@ from kvstow.vllm import KVStowConnector
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and those of what it imports
-    pytest.mark.skipif(
-        os.environ.get("KVSTOW_VLLM") != "full", reason="starts 14 engines: make test-vllm-full"
-    ),
+    full("starts 14 engines"),
 ]
 
 *PROMPTS, FRESH = prompts(5, 300)

@@ -56,7 +56,6 @@ class World:
         self.folder = folder
         self.specs: tuple[Any, ...] = (FULL, WINDOW)
         self.num_blocks = NUM_BLOCKS
-        self.rank = 0
         self.options: dict[str, Any] = {"shared": "redis://kv.example"}
         self.backend = "Flash"
         self.blocks_per_block = 1  # those of the kernel
@@ -104,7 +103,7 @@ class World:
         per_block = self.blocks_per_block
         size = self.num_blocks * per_block, PAGE_BYTES // per_block
         caches = {str(at): torch.zeros(size, dtype=torch.uint8) for at in range(len(self.specs))}
-        own = Identity(cast(VllmConfig, self.config), Options.parse(self.options), self.rank)
+        own = Identity(cast(VllmConfig, self.config), Options.parse(self.options))
         return own.fingerprint(Model.of(cache), caches).digest
 
 
@@ -129,7 +128,7 @@ def of(path: str, value: object) -> Change:
 
 
 OTHERS: dict[str, Change] = {
-    "rank": of("rank", 1),
+    "rank": of("config.parallel_config.rank", 1),
     "number of ranks": of("config.parallel_config.world_size", 4),
     "tensor parallelism": of("config.parallel_config.tensor_parallel_size", 1),
     "pipeline parallelism": of("config.parallel_config.pipeline_parallel_size", 2),

@@ -63,7 +63,7 @@ def identity(model: str, **more: Any) -> Identity:
         disk_bytes_to_use=1 << 20,
         **given,
     )
-    return Identity(cast(VllmConfig, SimpleNamespace(**config)), options, 0)
+    return Identity(cast(VllmConfig, SimpleNamespace(**config)), options)
 
 
 def test_a_model_in_the_cache_of_the_hub_is_not_private(cached: Path) -> None:
@@ -339,11 +339,11 @@ def fingerprint(model: Path, algorithm: str = "sha256") -> Fingerprint:
         multimodal_config=None,
         hf_config=SimpleNamespace(),
     )
-    sizes = {"world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+    ranks = {"rank": 0, "world_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": 1}
     whose = identity(
         str(model),
         model_config=known,
-        parallel_config=SimpleNamespace(**sizes),
+        parallel_config=SimpleNamespace(**ranks),
         compilation_config=SimpleNamespace(static_forward_context={}),
         cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm, cache_dtype="auto"),
     )

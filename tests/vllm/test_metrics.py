@@ -17,8 +17,6 @@ from kvstow.vllm import KVStowConnector
 from kvstow.vllm.stats import (
     EACH,
     EXPORTED,
-    LOAD,
-    STORE,
     ConnectorPromMetrics,
     ConnectorStats,
     StatsReporter,
@@ -104,8 +102,8 @@ def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> N
         stats = engine.stats()
         assert stats["store_seconds le inf"] == stats["load_seconds le inf"] == 1
         rank = ConnectorStats()
-        rank.moved(STORE, int(stats["stored_bytes"]), stats["store_seconds"])
-        rank.moved(LOAD, int(stats["loaded_bytes"]), stats["load_seconds"])
+        rank.moved("store", int(stats["stored_bytes"]), stats["store_seconds"])
+        rank.moved("load", int(stats["loaded_bytes"]), stats["load_seconds"])
         ours.metrics.observe(rank.data, 1)
 
         expected = samples(theirs)
@@ -129,7 +127,7 @@ def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
     total = ConnectorStats()
     for seconds in (0.25, 0.5, 1.5):
         rank = ConnectorStats()
-        rank.moved(STORE, 100, seconds, num_ranks=3)
+        rank.moved("store", 100, seconds, num_ranks=3)
         total.aggregate(rank)
         total.aggregate(ConnectorStats(data={"resident_blocks": 7}))
     assert total.reduce() == {"stored_bytes": 300, "store_seconds": 0.75, "resident_blocks": 7}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 from tests.vllm.engine import TOLERANCE, Engine, difference, poison, prompts
 from tests.vllm.failing import FailingConnector
+from tests.vllm.full import full
 from tests.vllm.halves import FULL, Step, cache_config, engine_config
 from tests.vllm.setting import CONNECTOR
 from tests.vllm.shaking import Hand, ShakingConnector
@@ -163,9 +163,7 @@ def test_nixl_gets_its_own_handshake(folder: Path, own_at: int) -> None:
         side.set_xfer_handshake_metadata_pp_aware({(0, 0): Hand(0)})
 
 
-@pytest.mark.skipif(
-    os.environ.get("KVSTOW_VLLM") != "full", reason="starts two more engines: make test-vllm-full"
-)
+@full("starts two more engines")
 @ORDERS
 def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
     """Prompts come back from the host, and the other connector has its handshake."""
@@ -184,9 +182,7 @@ def test_an_engine_serves_both_connectors(folder: Path, own_at: int) -> None:
         engine.close()
 
 
-@pytest.mark.skipif(
-    os.environ.get("KVSTOW_VLLM") != "full", reason="starts one more engine: make test-vllm-full"
-)
+@full("starts one more engine")
 def test_a_block_that_another_connector_did_not_load_is_not_stored(folder: Path) -> None:
     """A second request hits that block in the same step, and then waits until it is computed."""
     other = OTHER | {

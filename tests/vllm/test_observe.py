@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.vllm.forking import IS_FULL
 from tests.vllm.halves import BLOCK_SIZE, FULL, STATE, WINDOW, cache_config
 from tests.vllm.simulated import VOCAB_SIZE, Simulated
 from tests.vllm.test_metrics import Exported
@@ -26,7 +26,6 @@ from kvstow.vllm.shadow_slots import SLOT_BYTES
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 FACTORS = (0.5, 1, 2, 4)
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 HYBRID = (WINDOW,) * 5 + (FULL,)
 
 
@@ -174,7 +173,7 @@ def test_statistics_reach_prometheus(folder: Path) -> None:
 class Watched:
     """An observer with its own clock, and requests of vLLM's scheduler."""
 
-    def __init__(self, *specs: Any, retention: int | None = 0, **options: Any) -> None:
+    def __init__(self, *specs: Any, **options: Any) -> None:
         self.now_s = 0.0
         groups = Model.of(cache_config(*(specs or (FULL,)))).groups
         model = Model(64, groups, ((),), BLOCK_SIZE)
@@ -182,7 +181,7 @@ class Watched:
             model,
             Options(num_cpu_blocks=100, **options),
             world_size=1,
-            retention_interval=retention,
+            retention_interval=0,
             clock=lambda: self.now_s,
         )
         # A tier of 100 slots is 1 GiB large.

@@ -8,7 +8,6 @@ target closes it on vLLM's server, with the commands of the tutorial.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import subprocess
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from examples import documents
 from tests.docs.pages import ROOT, blocks
+from tests.vllm.full import full
 from tests.vllm.halves import BLOCK_SIZE
 from tests.vllm.models import LLAMA, make_model
 from tests.vllm.server import served, words_of
@@ -125,9 +125,7 @@ def percentages(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"(\d+\.\d)%", text)]
 
 
-@pytest.mark.skipif(
-    os.environ.get("KVSTOW_VLLM") != "full", reason="starts two servers: make test-vllm-full"
-)
+@full("starts two servers")
 def test_commands_of_the_tutorial_close_the_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

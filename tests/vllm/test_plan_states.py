@@ -38,13 +38,13 @@ STATE = MambaSpec(
 )
 
 
-def chats(seed: int, num_requests: int = 60) -> list[TraceRequest]:
+def chats(seed: int) -> list[TraceRequest]:
     """Return turns of chats that begin with one of a few system prompts."""
     print(f"seed {seed}")
     chances, new = random.Random(seed), iter(range(10**6))
     known = [[next(new) for _ in range(chances.randint(1, 30))] for _ in range(4)]
     requests: list[TraceRequest] = []
-    for number in range(num_requests):
+    for number in range(60):
         old = chances.choice(known)
         kept = old if chances.random() < 0.5 else old[: chances.randint(1, len(old))]
         ids = [*kept, *(next(new) for _ in range(chances.randint(0, 20)))]

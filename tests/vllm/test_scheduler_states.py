@@ -44,14 +44,14 @@ def schedule(scheduler: Scheduler, request: Request, num_tokens: int) -> list[An
     return offers.get(request.request_id, [])
 
 
-def stored(scheduler: Scheduler, group: int = 1) -> list[int]:
-    """End the step, and return the ids of the blocks of a group that it stores."""
+def stored(scheduler: Scheduler) -> list[int]:
+    """End the step, and return the ids of the states that it stores."""
     scheduler.half.processed(KVConnectorOutput())
     scheduler.jobs = scheduler.half.build(Step())
     return [
         block_id
         for store in scheduler.jobs.stores
-        for block_id in store.block_ids[store.offsets[group] : store.offsets[group + 1]].tolist()
+        for block_id in store.block_ids[store.offsets[1] : store.offsets[2]].tolist()
     ]
 
 

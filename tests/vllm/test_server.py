@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import urllib.error
 import urllib.request
@@ -13,6 +12,8 @@ from typing import Any
 import pytest
 from examples import check_server
 from tests.examples import monitoring
+from tests.vllm.forking import IS_FULL
+from tests.vllm.full import full
 from tests.vllm.server import MAX_NUM_BATCHED_TOKENS, served
 
 from kvstow.observability.metrics import SHADOW_HIT_RATIO
@@ -20,7 +21,6 @@ from kvstow.vllm.stats import EACH, EXPORTED
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 # Prompts that exceed the device's cache, and enough for preemptions; or the script's defaults.
 NUM_TC3, NUM_TC5 = (100, 300) if IS_FULL else (30, 40)
 # Room for all prompts of TC3, and of TC5 with their answers.
@@ -107,7 +107,7 @@ def check_export(metrics: str) -> None:
     assert of_vllm and of_vllm <= exported
 
 
-@pytest.mark.skipif(not IS_FULL, reason="starts a second server: make test-vllm-full")
+@full("starts a second server")
 def test_two_data_parallel_engines_each_have_a_tier(folder: Path, tmp_path: Path) -> None:
     """A prompt may come back to the engine that has not computed it, so some rounds miss."""
     options = {"num_cpu_blocks": NUM_HOST_BLOCKS}
@@ -126,7 +126,7 @@ def test_two_data_parallel_engines_each_have_a_tier(folder: Path, tmp_path: Path
     assert set(by_engine) == {"0", "1"} and all(by_engine.values()), metrics
 
 
-@pytest.mark.skipif(not IS_FULL, reason="starts a second server: make test-vllm-full")
+@full("starts a second server")
 def test_damage_to_loaded_blocks_fails_the_check(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,18 +6,17 @@ answer is that of a server that computes everything. SIGTERM saves what only the
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.vllm.disked import folder_on_disk
+from tests.vllm.full import full
 from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, check, prompts, server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
-ONLY_FULL = pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+ONLY_FULL = full("starts more servers")
 NUM_RANKS = [1, pytest.param(2, marks=ONLY_FULL)]
 
 

@@ -7,7 +7,6 @@ values, and goes away in several ways. `test_engine_shared` has the controls tha
 from __future__ import annotations
 
 import itertools
-import os
 import random
 import threading
 import time
@@ -25,6 +24,8 @@ import pytest
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.mooncake_owner import Owner
 from tests.tiers.resp.server import Server as Store
+from tests.vllm.forking import IS_FULL
+from tests.vllm.full import full
 from tests.vllm.server import END_S
 from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, NUM_TOKENS, Server, check, prompts, server
 from tests.vllm.sharing import redis_of
@@ -35,7 +36,6 @@ from kvstow.tiers.mooncake import connect
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
-IS_FULL = os.environ.get("KVSTOW_VLLM") == "full"
 NUM_BLOCKS = NUM_HIT // BLOCK_SIZE
 ASK_S, PROMOTE_S = 0.5, 2.0
 # A request that waits for a store that is gone may take this much longer than without a store.
@@ -247,7 +247,7 @@ FAULTS: dict[str, Callable[[Store], None]] = {
 }
 
 
-@pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+@full("starts more servers")
 def test_no_request_waits_longer_for_a_store_that_fails(
     folder: Path, tmp_path: Path, store: Store
 ) -> None:
@@ -310,7 +310,7 @@ def master(tmp_path: Path) -> Iterator[Master]:
 
 
 @NEEDS_MOONCAKE
-@pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+@full("starts more servers")
 def test_servers_share_their_memory_in_mooncake_until_one_is_killed(
     folder: Path, tmp_path: Path, master: Master
 ) -> None:
@@ -357,7 +357,7 @@ def fill_mooncake(master: Master) -> None:
 
 
 @NEEDS_MOONCAKE
-@pytest.mark.skipif(not IS_FULL, reason="make test-vllm-full")
+@full("starts more servers")
 def test_no_request_waits_longer_for_a_mooncake_store_that_fails(
     folder: Path, tmp_path: Path, master: Master
 ) -> None:

@@ -28,7 +28,6 @@ from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.replicas import Replicas
-from kvstow.vllm.stats import LOAD, STORE
 from kvstow.vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -161,8 +160,8 @@ class Run:
         """Run a step like vLLM's worker: an error ends the step, and the next step goes on."""
         try:
             self.worker.bind(jobs)
-            self.worker.begin(LOAD)
-            self.worker.begin(STORE)
+            self.worker.begin("load")
+            self.worker.begin("store")
         except self.faults.error:
             self.raised += 1
         self.collect()

@@ -19,7 +19,7 @@ import operator
 import secrets
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -29,6 +29,7 @@ from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Bools, Context, Frames, are_of, are_sound
 from kvstow.tiers.tier import MAX_HASH_BYTES
+from kvstow.transfer.mover import Index
 
 VERSION: Final = 2
 HEADER_BYTES: Final = 4096
@@ -206,6 +207,10 @@ class SlotRecords:
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(self.slots)
+
+    def some(self, at: slice | Index) -> SlotRecords:
+        """Return the records at these places, in their order."""
+        return SlotRecords(*(getattr(self, column.name)[at] for column in fields(self)))
 
     def keys(self, begin: int, end: int) -> tuple[list[bytes], list[bytes | None]]:
         """Return the hashes and the parents of the blocks from `begin` to before `end`."""

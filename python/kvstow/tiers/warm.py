@@ -8,7 +8,6 @@ by the same write.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -32,13 +31,13 @@ def agreed(ranks: Sequence[SlotRecords], num_slots: int) -> SlotRecords:
     at = np.flatnonzero(first.slots < num_slots)
     for other in ranks[1:]:
         at = at[_are_in(first, at, other)]
-    return _take(first, at)
+    return first.some(at)
 
 
 def disagreed(own: SlotRecords, common: SlotRecords) -> TierBlocks:
     """Return the blocks of a rank that are not among the common ones, for `Tier.delete`."""
     at = np.flatnonzero(~np.isin(own.slots, common.slots))
-    rest = _take(own, at)
+    rest = own.some(at)
     hashes, _ = rest.keys(0, len(rest))
     return TierBlocks(hashes, rest.groups, None, rest.slots)
 
@@ -67,8 +66,3 @@ def _are_in(first: SlotRecords, at: Index, other: SlotRecords) -> Bools:
     same &= other.groups[there] == first.groups[at]
     same &= (other.hashes[there] == first.hashes[at]).all(axis=1)
     return same
-
-
-def _take(records: SlotRecords, at: Index) -> SlotRecords:
-    columns = {name: getattr(records, name)[at] for name in SlotRecords.__dataclass_fields__}
-    return replace(records, **columns)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Final
@@ -29,7 +29,7 @@ from kvstow.observability.events import BlockEvent
 from kvstow.tiers.budget import Budget
 from kvstow.tiers.tier import MODES, Mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
-from kvstow.vllm.options import Lower, Options
+from kvstow.vllm.options import Options
 from kvstow.vllm.slow_loads import SlowLoads
 
 logger = logging.getLogger("vllm." + __name__)
@@ -72,7 +72,7 @@ class LowerTier(ABC):
     _budget: Budget = field(init=False)
 
     def __post_init__(self) -> None:
-        self._budget = Budget(self.lower.max_write_bytes_per_s)
+        self._budget = Budget(self.options.lower.max_write_bytes_per_s)
         options, self.slow_loads = self.options, None
         if options.skip_slow_loads:
             self.slow_loads = SlowLoads(self.name, options.min_promote_tokens, self.clock)
@@ -83,9 +83,11 @@ class LowerTier(ABC):
     def num_blocks(self, num_host_blocks: int) -> int:
         """Return the slots of the tier's index; 0 if no rank has reported a part of the tier."""
 
-    @abstractmethod
     def begin(self, offload: OffloadScheduler) -> None:
-        """Open the tier of a new scheduler."""
+        """Open the tier of a new scheduler, which knows no job of an earlier one."""
+        self._offload = offload
+        self._in_flight.clear()
+        self._promoting.clear()
 
     @abstractmethod
     def reset(self) -> None:
@@ -96,11 +98,6 @@ class LowerTier(ABC):
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing of their own
         """Release what the scheduler half itself holds of the tier."""
-
-    @property
-    def lower(self) -> Lower:
-        """The options of this tier."""
-        return self.options.lower
 
     def max_in_flight(self, num_host_blocks: int) -> int:
         """Return the most slots that demotes, or promotes, copy at a time.
@@ -169,7 +166,7 @@ class LowerTier(ABC):
             return None
         now = self.clock()
         if not is_idle:
-            self._flush_until = now + self.lower.flush_s
+            self._flush_until = now + self.options.lower.flush_s
         self._is_at_rest = is_idle and not is_copying
         return self._orders(self._offload, now)
 
@@ -212,18 +209,17 @@ class LowerTier(ABC):
                 offload.complete(job.job_id, rank=rank)
         return LowerJob.of(job, self._sequence)
 
-    def expired(self, job_ids: Iterable[int]) -> None:
-        """Take the ids of late jobs. They end when no rank uses their slots any more."""
-        for job_id in job_ids:
-            self._in_flight.discard(job_id)
-            logger.warning(
-                "kvstow: job %d of the %s tier has not ended within load_timeout_s (%g s), so it "
-                "counts as failed. If this repeats, check the %s",
-                job_id,
-                self.name,
-                self.options.load_timeout_s,
-                self.name,
-            )
+    def expired(self, job_id: int) -> None:
+        """Take the id of a late job. It ends when no rank uses its slots any more."""
+        self._in_flight.discard(job_id)
+        logger.warning(
+            "kvstow: job %d of the %s tier has not ended within load_timeout_s (%g s), so it "
+            "counts as failed. If this repeats, check the %s",
+            job_id,
+            self.name,
+            self.options.load_timeout_s,
+            self.name,
+        )
 
     def processed(self, reports: Mapping[int, LowerReport]) -> None:
         """Take the reports of a step: sizes, ends of jobs, and what the kind of tier adds."""
@@ -263,11 +259,6 @@ class LowerTier(ABC):
         """Return the events of the tier's blocks since the last call."""
         events: list[BlockEvent] = [] if self._offload is None else self._offload.take_disk_events()
         return events
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether a job may still end or be late."""
-        return bool(self._in_flight)
 
     @property
     def has_work(self) -> bool:

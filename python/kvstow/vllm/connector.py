@@ -32,10 +32,10 @@ from kvstow.vllm.logs import log_as_vllm
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
-from kvstow.vllm.options import Options, path_of_engine
+from kvstow.vllm.options import Options, path_of_engine, rank_in_engine
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.stats import LOAD, STORE, ConnectorPromMetrics, ConnectorStats, StatsReporter
+from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
 
@@ -90,8 +90,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker: WorkerHalf = (IdleWorker if options.observe else WorkerHalf)(
                 model,
                 options,
-                # Within its engine: with data parallelism vLLM may number the ranks of all engines.
-                rank=parallel.rank % parallel.world_size,
+                rank=rank_in_engine(parallel),
                 world_size=parallel.world_size,
                 # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
                 # that share this machine do not count.
@@ -188,7 +187,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Begin this step's loads."""
-        self._worker.begin(LOAD)
+        self._worker.begin("load")
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM runs a request only when its load has landed."""
@@ -200,7 +199,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Begin this step's stores; vLLM need not wait, because jobs hold their blocks."""
-        self._worker.begin(STORE)
+        self._worker.begin("store")
 
     def clear_connector_metadata(self) -> None:
         """End a step. vLLM 0.30 does not call `wait_for_save` in steps without tokens."""

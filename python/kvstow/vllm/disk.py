@@ -90,9 +90,7 @@ class DiskTier(LowerTier):
         Only the first one finds an earlier server's blocks, unless a reset has come before it.
         """
         is_first = self._offload is None and not self._renewal
-        self._offload = offload
-        self._in_flight.clear()
-        self._promoting.clear()
+        super().begin(offload)
         if self.num_slots and is_first:
             self._enter("warming")
         elif self.num_slots:
@@ -144,9 +142,9 @@ class DiskTier(LowerTier):
             return None
         self._must_plan = False
         is_warm = not self._renewal and all(report.is_warm for report in self._ranks.values())
-        rate, max_blocks = self.lower.max_write_bytes_per_s, _MAX_LAST_BLOCKS
-        if rate is not None:
-            max_blocks = min(max_blocks, int(rate * self.lower.flush_s // self._bytes_per_block))
+        lower, max_blocks = self.options.lower, _MAX_LAST_BLOCKS
+        if (rate := lower.max_write_bytes_per_s) is not None:
+            max_blocks = min(max_blocks, int(rate * lower.flush_s // self._bytes_per_block))
         host, slots, hashes, groups, parents = offload.unsaved(
             max_blocks=max_blocks if is_warm else 0
         )
@@ -193,9 +191,8 @@ class DiskTier(LowerTier):
             if self._next_slot >= self.num_slots:
                 self._to_adopt = _joined(self._agreed)
         if self._to_adopt is not None:
-            now, rest = slice(0, RECORDS_PER_STEP), slice(RECORDS_PER_STEP, None)
-            adopt(offload, _part(self._to_adopt, now))
-            self._to_adopt = _part(self._to_adopt, rest)
+            adopt(offload, self._to_adopt.some(slice(RECORDS_PER_STEP)))
+            self._to_adopt = self._to_adopt.some(slice(RECORDS_PER_STEP, None))
             if not len(self._to_adopt):
                 num_blocks = offload.disk_stats()["disk_resident_blocks"]
                 logger.info("kvstow: the disk tier begins with %d blocks", num_blocks)
@@ -223,14 +220,9 @@ class DiskTier(LowerTier):
         return self.clock() < self._until
 
 
-def _part(records: SlotRecords, at: slice) -> SlotRecords:
-    return SlotRecords(*(getattr(records, each.name)[at] for each in fields(records)))
-
-
 def _joined(parts: list[SlotRecords]) -> SlotRecords:
     """Return the records of all parts, the oldest write first."""
     used = [part for part in parts if len(part)] or parts[:1]
     columns = [np.concatenate([getattr(p, each.name) for p in used]) for each in fields(used[0])]
     joined = SlotRecords(*columns)
-    order = np.argsort(joined.sequences, kind="stable")
-    return SlotRecords(*(getattr(joined, each.name)[order] for each in fields(joined)))
+    return joined.some(np.argsort(joined.sequences, kind="stable"))

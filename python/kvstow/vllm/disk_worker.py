@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Final
 
@@ -48,7 +48,7 @@ from kvstow.tiers.files import Files
 from kvstow.tiers.opening import check_place
 from kvstow.tiers.tier import Tier
 from kvstow.transfer import HostArena
-from kvstow.vllm.below_worker import LowerWorker, some_of
+from kvstow.vllm.below_worker import LowerWorker
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import WHERE, Options
 
@@ -133,8 +133,7 @@ class DiskWorker(LowerWorker):
         self._records: SlotRecords | None = None
         if place.is_warm:
             records = file.records()
-            by_slot = np.argsort(records.slots)
-            self._records = part_of(records, by_slot)
+            self._records = records.some(np.argsort(records.slots))
         else:
             self._renewal = file.renew()
         logger.info(
@@ -189,7 +188,7 @@ class DiskWorker(LowerWorker):
         if self._records is None:
             return first, NO_RECORDS
         begin, end = np.searchsorted(self._records.slots, [first, first + RECORDS_PER_STEP])
-        return first, part_of(self._records, slice(begin, end))
+        return first, self._records.some(slice(begin, end))
 
     def _has_renewed(self) -> bool:
         """Whether the last new generation is durable."""
@@ -238,13 +237,9 @@ class DiskWorker(LowerWorker):
 
     def _still_true(self, job: LowerJob) -> LowerJob:
         """Return a job of the plan for the end without the slots that jobs have used since."""
-        blocks, parents = job.blocks, job.blocks.parents
-        assert parents is not None, "a plan has parents"
-        kept = np.flatnonzero(
-            self._unused_on_host[job.host_slots] & self._unused_in_file[blocks.slots]
-        )
-        some = replace(some_of(blocks, kept), parents=[parents[at] for at in kept])
-        return replace(job, host_slots=job.host_slots[kept], blocks=some)
+        is_unused = self._unused_on_host[job.host_slots] & self._unused_in_file[job.blocks.slots]
+        kept = np.flatnonzero(is_unused)
+        return replace(job, host_slots=job.host_slots[kept], blocks=job.blocks.some(kept))
 
 
 def _open(place: Place, options: Options, arena: HostArena) -> SlotTier:
@@ -289,8 +284,3 @@ def _names_of_options(options: Options, max_bytes: int) -> Iterator[None]:
             f"{WHERE}.disk_path is {options.disk_path!r} and disk_bytes_to_use gives this rank "
             f"{max_bytes} bytes: {error}"
         ) from error
-
-
-def part_of(records: SlotRecords, at: slice | npt.NDArray[np.intp]) -> SlotRecords:
-    """Return some of these records, in the order of `at`."""
-    return SlotRecords(*(getattr(records, field.name)[at] for field in fields(records)))

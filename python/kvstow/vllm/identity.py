@@ -58,7 +58,7 @@ from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.digest import digest_of
 from kvstow.vllm.model import Model
-from kvstow.vllm.options import WHERE, Options, path_of_engine
+from kvstow.vllm.options import WHERE, Options, path_of_engine, rank_in_engine
 from kvstow.vllm.shaping import (
     has_code_elsewhere,
     loads_of,
@@ -89,27 +89,22 @@ class Identity:
     Attributes:
         config: vLLM's configuration.
         options: the user's options.
-        rank: this worker's number in its engine.
     """
 
     config: VllmConfig
     options: Options
-    rank: int
 
     @classmethod
     def of(cls, config: VllmConfig, options: Options) -> Identity | None:
         """Return the identity of a worker of this configuration; None without a lower tier."""
-        parallel = config.parallel_config
-        # With data parallelism vLLM may number the ranks of all engines.
-        rank = parallel.rank % parallel.world_size
         has_lower = options.disk_path is not None or options.shared is not None
-        return cls(config, options, rank) if has_lower else None
+        return cls(config, options) if has_lower else None
 
     @property
     def path(self) -> str:
         """The slot file of this rank: one for each rank of each data-parallel engine."""
         parallel = self.config.parallel_config
-        name = f"rank{self.rank}-of-{parallel.world_size}"
+        name = f"rank{rank_in_engine(parallel)}-of-{parallel.world_size}"
         return path_of_engine(os.path.join(str(self.options.disk_path), name), parallel)
 
     @property
@@ -133,7 +128,7 @@ class Identity:
             **shaping(config),
             "groups": digest_of(model.groups),
             "layout": digest_of(_shapes(model, kv_caches)),
-            "rank": self.rank,
+            "rank": rank_in_engine(parallel),
             "world_size": parallel.world_size,
             "tensor_parallel": parallel.tensor_parallel_size,
             "pipeline_parallel": parallel.pipeline_parallel_size,

@@ -10,9 +10,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstow.transfer.mover import Direction
 from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.options import Options
-from kvstow.vllm.stats import Direction
 from kvstow.vllm.weights import WeightsVersion
 from kvstow.vllm.worker import WorkerHalf
 

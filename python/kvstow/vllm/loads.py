@@ -130,14 +130,14 @@ class Loads:
             return
         if self.tier.is_off and num_external_tokens:
             # The tier offered them before an error turned it off, and vLLM waits for them.
-            self.requests.admit(request_id, tracked)
+            self.requests.admit(tracked)
             tracked.is_loading = True
             self.transfers.fail_load(request_id)
             return
         if tracked.is_admitted:
             tracked.is_loading = False  # its load has landed, and it runs now
             return
-        self.requests.admit(request_id, tracked)
+        self.requests.admit(tracked)
         start = tracked.num_local_tokens
         tracked.num_own_tokens = start + num_external_tokens
         groups, tables = self.tier.model.groups, self.tier.model.own(blocks.blocks)

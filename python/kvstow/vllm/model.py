@@ -242,6 +242,12 @@ class Model:
         block_hash: bytes = request.block_hashes[end - 1]
         return block_hash
 
+    def hit_hashes(self, request: Request, num_tokens: int) -> Sequence[bytes]:
+        """Return the hashes of a request's first tokens at each multiple of `tokens_per_hit`."""
+        size = self.tokens_per_hit // self.tokens_per_vllm_hash
+        hashes: Sequence[bytes] = request.block_hashes
+        return hashes[size - 1 : num_tokens // self.tokens_per_hit * size : size]
+
     def block_key(self, request: Request, index: int, group: int) -> bytes:
         """Return vLLM's key of a request's block: its hash, then the group in four bytes."""
         return self.block_hash(request, index, group) + _suffix(self.group_ids[group])

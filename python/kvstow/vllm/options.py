@@ -115,6 +115,14 @@ def path_of_engine(path: str, parallel: Any) -> str:
     return f"{path}.engine{engine}" if engine else path
 
 
+def rank_in_engine(parallel: Any) -> int:
+    """Return a worker's number in its engine.
+
+    With data parallelism vLLM may number the workers of all engines.
+    """
+    return int(parallel.rank % parallel.world_size)
+
+
 @dataclass(frozen=True)
 class Options:
     """The options that a user may set. Where vLLM has an option, its name is vLLM's.
@@ -329,14 +337,14 @@ class Options:
             return self.num_cpu_blocks
         if slot_stride_bytes == 0:
             return MAX_BLOCKS - 1
-        name, num_bytes = "cpu_bytes_to_use_per_rank", self.cpu_bytes_to_use_per_rank
-        if num_bytes is None:
-            total = DEFAULT_BYTES if self.cpu_bytes_to_use is None else self.cpu_bytes_to_use
-            name, num_bytes = "cpu_bytes_to_use", total // world_size
+        num_bytes = self.total_bytes(slot_stride_bytes, world_size) // world_size
         if num_bytes < slot_stride_bytes:
+            name, num_ranks = "cpu_bytes_to_use", world_size
+            if self.cpu_bytes_to_use_per_rank is not None:
+                name, num_ranks = "cpu_bytes_to_use_per_rank", 1
             raise ConfigError(
                 f"{WHERE}.{name} gives each rank {num_bytes} bytes, and one block of this model "
                 f"takes {slot_stride_bytes}: raise {name} to at least "
-                f"{slot_stride_bytes * (world_size if name == 'cpu_bytes_to_use' else 1)}"
+                f"{slot_stride_bytes * num_ranks}"
             )
         return num_bytes * num_sharing // slot_stride_bytes

@@ -113,8 +113,7 @@ class TraceRecorder:
         """
         self.path = path
         self.is_off = False
-        self._block_tokens = model.tokens_per_hit
-        self._hashes_per_block = model.tokens_per_hit // model.tokens_per_vllm_hash
+        self._model = model
         self._max_bytes = max_bytes
         self._start_s = clock()
         self._salt = os.urandom(SALT_BYTES)
@@ -149,8 +148,7 @@ class TraceRecorder:
         """Take a request that has ended."""
         if self.is_off:
             return
-        end = request.num_prompt_tokens // self._block_tokens * self._hashes_per_block
-        hashes = request.block_hashes[self._hashes_per_block - 1 : end : self._hashes_per_block]
+        hashes = self._model.hit_hashes(request, request.num_prompt_tokens)
         num_waiting = self._num_queued_blocks - self._num_written_blocks + len(hashes)
         if num_waiting > MAX_QUEUED_BLOCKS:
             self._lose(request.request_id)
@@ -263,7 +261,7 @@ class TraceRecorder:
     def _ids(self, item: _Ended) -> list[int]:
         """Return an id for each block of a prompt; those without a hash occur nowhere else."""
         ids: list[int] = salted_ids(item.hashes, self._salt).tolist()
-        num_blocks = -(-item.num_prompt_tokens // self._block_tokens)
+        num_blocks = -(-item.num_prompt_tokens // self._model.tokens_per_hit)
         num_tails = num_blocks - len(ids)
         tails = range(self._num_tails, self._num_tails + num_tails)
         self._num_tails += num_tails

@@ -44,6 +44,7 @@ from vllm.distributed.parallel_state import get_tp_group
 from kvstow import ConfigError
 from kvstow.transfer import HostArena
 from kvstow.transfer.shared import SharedMemory
+from kvstow.vllm.options import rank_in_engine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,7 +83,7 @@ class Replicas:
             return None  # pipeline stages, or several machines
         if parallel.decode_context_parallel_size > 1:
             return None
-        rank = parallel.rank % parallel.world_size
+        rank = rank_in_engine(parallel)
         first = rank // num * num
 
         def exchange(own: Any) -> list[Any]:

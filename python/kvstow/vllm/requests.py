@@ -146,10 +146,10 @@ class Requests:
         tracked.has_low_priority = hints.priority == "low"
         return tracked
 
-    def admit(self, request_id: str, tracked: TrackedRequest) -> None:
+    def admit(self, tracked: TrackedRequest) -> None:
         """Note that vLLM has given a request blocks."""
         tracked.is_admitted = True
-        self.fresh[request_id] = None
+        self.fresh[tracked.request.request_id] = None
 
     def distrust(self, block_ids: Collection[int]) -> None:
         """Store nothing of the requests with blocks that another connector did not load.
@@ -165,7 +165,7 @@ class Requests:
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
 
-    def evict_unproven(self, request_id: str, tracked: TrackedRequest) -> None:
+    def evict_unproven(self, tracked: TrackedRequest) -> None:
         """Drop the keys of the blocks of a request that ends while another connector loads them.
 
         vLLM frees these blocks with their keys. Of a request that is over it ignores the report
@@ -175,7 +175,7 @@ class Requests:
         num_processed = request.num_computed_tokens - request.num_in_flight_tokens
         if tracked.num_own_tokens < given >= num_processed:
             first = tracked.num_own_tokens // tracked.model.groups[0].block_size
-            table = self.tier.tables[0].get(request_id, ())
+            table = self.tier.tables[0].get(request.request_id, ())
             self.tier.pool.evict_blocks({block.block_id for block in table[first:]} - {0})
 
     def forget(self, request_id: str) -> None:
@@ -189,16 +189,13 @@ class Requests:
         """Record what a step schedules, and the blocks of windows that it makes full."""
         num_scheduled = scheduled.num_scheduled_tokens
         self.num_steps += 1
-        if scheduled.total_num_scheduled_tokens != len(num_scheduled):
-            for request_id, num_tokens in num_scheduled.items():
-                if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
-                    self._scheduled[request_id] = None
-                    request = tracked.request
-                    end = request.num_computed_tokens + num_tokens
-                    # `num_tokens` takes a call, and only a session may have fewer than its prompt.
-                    if end > request.num_prompt_tokens or request.resumable:
-                        end = min(end, request.num_tokens)
-                    tracked.scheduled_tokens = end
+        for request, num_tokens in self.chunks(scheduled):
+            self._scheduled[request.request_id] = None
+            end = request.num_computed_tokens + num_tokens
+            # `num_tokens` takes a call, and only a session may have fewer than its prompt.
+            if end > request.num_prompt_tokens or request.resumable:
+                end = min(end, request.num_tokens)
+            self.tracked[request.request_id].scheduled_tokens = end
         if self.fresh:
             for request_id in [name for name in self.fresh if name in num_scheduled]:
                 tracked = self.tracked[request_id]
@@ -237,48 +234,48 @@ class Requests:
             if tracked is None:
                 continue
             if request_id in num_scheduled or tracked.model.is_full_attention:
-                self.look_at(request_id, tracked, num_scheduled.get(request_id, 0))
+                self.look_at(tracked, num_scheduled.get(request_id, 0))
             elif tracked.next_look == self.num_steps:
-                self.look_after(1, request_id, tracked)
+                self.look_after(1, tracked)
 
-    def reported(self, request_id: str, tracked: TrackedRequest, num_computed: int) -> None:
+    def reported(self, tracked: TrackedRequest, num_computed: int) -> None:
         """Note that the tier knows the blocks of these tokens."""
         unit = tracked.model.tokens_per_hash
         tracked.due_tokens = (num_computed // unit + 1) * unit
         num_left = tracked.due_tokens - tracked.request.num_computed_tokens
-        self.look_after(num_left, request_id, tracked)
+        self.look_after(num_left, tracked)
         if tracked.model.is_full_attention or tracked.scheduled_tokens < tracked.due_tokens:
-            del self.due[request_id]
+            del self.due[tracked.request.request_id]
         # Else a step under way fills more. It may be the last one, and then the table has dropped
         # what `filling` still holds.
 
-    def look_after(self, num_steps: int, request_id: str, tracked: TrackedRequest) -> None:
+    def look_after(self, num_steps: int, tracked: TrackedRequest) -> None:
         """Look at a request again after this many steps; in the next one if that is 0 or less."""
         step = self.num_steps + (num_steps if num_steps > 0 else 1)
         if tracked.next_look != step:
             tracked.next_look = step
-            self._looks.setdefault(step, []).append(request_id)
+            self._looks.setdefault(step, []).append(tracked.request.request_id)
 
-    def look_at(self, request_id: str, tracked: TrackedRequest, num_tokens: int = 0) -> None:
+    def look_at(self, tracked: TrackedRequest, num_tokens: int = 0) -> None:
         """Let a request be due if blocks of it are full once a step has computed `num_tokens`."""
         request = tracked.request
-        if tracked.is_stale or not tracked.is_admitted or request_id in self.fresh:
+        if tracked.is_stale or not tracked.is_admitted or request.request_id in self.fresh:
             return
         num_computed = request.num_computed_tokens + num_tokens
         if num_computed >= tracked.due_tokens:
             # vLLM hashes no drafts and no tokens that are still to be sampled.
             num_computed = min(num_computed, request.num_tokens)
         if num_computed < tracked.due_tokens:
-            self.look_after(tracked.due_tokens - num_computed, request_id, tracked)
+            self.look_after(tracked.due_tokens - num_computed, tracked)
             return
-        self.due[request_id] = tracked
+        self.due[request.request_id] = tracked
         tracked.scheduled_tokens = num_computed
         if not tracked.model.is_full_attention:
-            self._record_windows(request_id, tracked)
+            self._record_windows(tracked)
 
-    def _record_windows(self, request_id: str, tracked: TrackedRequest) -> None:
+    def _record_windows(self, tracked: TrackedRequest) -> None:
         reported = tracked.filling_from = tracked.num_reported.copy()
-        model = tracked.model
+        model, request_id = tracked.model, tracked.request.request_id
         groups = zip(model.is_window, self.tier.tables, reported, model.groups, strict=True)
         tracked.filling = [
             tables[request_id][start : tracked.scheduled_tokens // group.block_size]

@@ -28,7 +28,7 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
   them again, and counts them as computed for others (`Requests.distrust`). Until the outcome of its
   first step is known, nothing of a request is stored (`TrackedRequest.num_cached_tokens`).
 - Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps
-  under way, have no hash, and do not count either (`Steps.build`).
+  under way, have no hash, and do not count either (`TrackedRequest.num_cached_tokens`).
 - A request is aborted, finished or preempted while its steps are under way: those do not count, and
   its blocks are not stored. Those that another connector loads lose their keys
   (`Requests.evict_unproven`).

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvstow import ConfigError
 from kvstow.build import version_and_build
 from kvstow.vllm.model import Model
-from kvstow.vllm.options import Options
+from kvstow.vllm.options import Options, rank_in_engine
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -132,7 +132,7 @@ def log_transfer(config: VllmConfig) -> None:
 
     vLLM's scheduler reads these settings from the outer part of the flag. The first worker logs.
     """
-    if config.parallel_config.rank % config.parallel_config.world_size:
+    if rank_in_engine(config.parallel_config):
         return
     transfer = _flag(config)
     is_outer = transfer.kv_connector == "MultiConnector"

@@ -75,7 +75,6 @@ class ShadowTier:
         self._model, self._retention_interval = model, retention_interval
         self._slots: ShadowSlots | None = None
         self._tokens_per_key = model.tokens_per_hit
-        self._hashes_per_key = model.tokens_per_hit // model.tokens_per_vllm_hash
         self._options = options
         total_bytes = options.total_bytes(model.slot_stride_bytes, world_size)
         self._tier_gib = total_bytes / (1 << 30)
@@ -99,7 +98,7 @@ class ShadowTier:
             self._slots.admitted(request, num_local_tokens, counts=is_counted)
         if not is_counted:
             return
-        keys = self._keys(request, request.num_tokens - 1)
+        keys = self._model.hit_hashes(request, request.num_tokens - 1)
         num_local = num_local_tokens // self._tokens_per_key
         num_known = self._curve.lookup(keys, num_local, ends=self._checkpoints.ends(keys))
         self._curve.insert(keys[:num_known])
@@ -186,7 +185,7 @@ class ShadowTier:
         return found
 
     def _insert(self, request: Request, num_tokens: int) -> None:
-        keys = self._keys(request, num_tokens)
+        keys = self._model.hit_hashes(request, num_tokens)
         if self._slots is not None:
             self._slots.computed(request, num_tokens)
         before = self._curve.num_unique
@@ -198,12 +197,6 @@ class ShadowTier:
     def _slots_per_key(self) -> float:
         mean = self._num_window_slots / self._num_new_keys if self._num_new_keys else 0.0
         return self._checkpoints.slots_per_key + mean
-
-    def _keys(self, request: Request, num_tokens: int) -> Sequence[bytes]:
-        """Return the keys of the whole blocks within the first tokens of a request."""
-        end = num_tokens // self._tokens_per_key * self._hashes_per_key
-        hashes: Sequence[bytes] = request.block_hashes
-        return hashes[self._hashes_per_key - 1 : end : self._hashes_per_key]
 
     @staticmethod
     def _stores(request: Request) -> bool:

@@ -58,10 +58,7 @@ class ShadowSlots:
                 those at which a prompt ends or parts from others; None: all.
             sizes: slots of each tier.
         """
-        self._groups = model.groups
-        self._unit = model.tokens_per_hit
-        self._tokens_per_hash = model.tokens_per_hash
-        self._stride = model.tokens_per_hash // model.tokens_per_vllm_hash
+        self._model = model
         self._interval = retention_interval
         self._tiers = [OffloadScheduler(size, model.groups) for size in sizes]
         self._running: dict[str, _Running] = {}
@@ -77,7 +74,8 @@ class ShadowSlots:
         """
         name, num_tokens = request.request_id, request.num_tokens
         hashes = self._hashes(request, 0, num_tokens)
-        prompt_end = (request.num_prompt_tokens - 1) // self._unit * self._unit
+        unit = self._model.tokens_per_hit
+        prompt_end = (request.num_prompt_tokens - 1) // unit * unit
         running = _Running(len(hashes), 0, [])
         for at, tier in enumerate(self._tiers):
             tier.add(name, hashes)
@@ -98,7 +96,7 @@ class ShadowSlots:
         running = self._running.get(request.request_id)
         if running is None:
             return
-        unit = self._unit
+        unit = self._model.tokens_per_hit
         begin, end = running.num_stored, num_tokens // unit * unit
         if end <= begin:
             return
@@ -131,15 +129,16 @@ class ShadowSlots:
 
     def _hashes(self, request: Request, begin: int, num_tokens: int) -> Sequence[bytes]:
         """Return the hashes from number `begin` to those of `num_tokens` tokens."""
-        stride, end = self._stride, num_tokens // self._tokens_per_hash * self._stride
+        stride = self._model.vllm_hashes_per_hash
         hashes: Sequence[bytes] = request.block_hashes
+        end = num_tokens // self._model.tokens_per_hash * stride
         return hashes[(begin + 1) * stride - 1 : end : stride]
 
     def _blocks(self, begin: int, end: int, ends: set[int]) -> tuple[Ids, list[int]]:
         """Return ids for the blocks of these tokens, group by group; 0 where nothing is stored."""
         parts: list[Ids] = []
         offsets = [0]
-        for group in self._groups:
+        for group in self._model.groups:
             size = group.block_size
             first, last = begin // size, end // size
             if isinstance(group, FullAttention) or self._interval is None:

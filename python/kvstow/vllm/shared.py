@@ -189,10 +189,8 @@ class SharedTier(LowerTier):
         return given if self._ranks else 0
 
     def begin(self, offload: OffloadScheduler) -> None:
-        """Open the tier."""
-        self._offload = offload
-        self._in_flight.clear()
-        self._promoting.clear()
+        """Open the tier of a new scheduler, with names for its blocks."""
+        super().begin(offload)
         self.questions.begin(self._ranks)
         if self._ranks:
             offload.set_disk("on")

@@ -159,11 +159,11 @@ class Sleep:
         if self.tier.offload is None or num_computed <= tracked.num_settled_tokens:
             return
         tracked.num_settled_tokens = num_computed
-        of_each = self.tier.manager.get_blocks(tracked.request.request_id).blocks
+        request_id = tracked.request.request_id
         written = [
             block
-            for group, table in zip(tracked.model.groups, tracked.model.own(of_each), strict=True)
-            for block in table[: num_computed // group.block_size]
+            for group, tables in zip(tracked.model.groups, self.tier.tables, strict=True)
+            for block in tables.get(request_id, [])[: num_computed // group.block_size]
             if block.block_hash is not None
         ]
         self.stores.store_cached(written)

@@ -8,7 +8,7 @@ once for all ranks.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final
 
 from prometheus_client import REGISTRY
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -24,14 +24,10 @@ from kvstow.observability.metrics import (
     SHADOW_KEY,
     Metric,
 )
+from kvstow.transfer.mover import Direction
 
-Direction: TypeAlias = Literal["store", "load"]
-STORE: Final[Direction] = "store"
-LOAD: Final[Direction] = "load"
-
-_BYTES: Final = {STORE: "stored_bytes", LOAD: "loaded_bytes"}
-_SECONDS: Final = {STORE: "store_seconds", LOAD: "load_seconds"}
-
+_BYTES: Final[dict[Direction, str]] = {"store": "stored_bytes", "load": "loaded_bytes"}
+_SECONDS: Final[dict[Direction, str]] = {"store": "store_seconds", "load": "load_seconds"}
 
 EXPORTED: Final = {
     key: (metric, value)

@@ -39,8 +39,7 @@ class Steps:
         requests.scheduled(scheduled)
         if had_room and not requests.has_room:
             self.stores.store_gathered()
-        if transfers.in_flight or below is not None:
-            transfers.expire()
+        transfers.expire()
         jobs = transfers.take_jobs()
         if below is not None:
             if (slow_loads := below.slow_loads) is not None:
@@ -126,8 +125,8 @@ class Steps:
             return
         if request_id not in self.requests.due:
             # Stores may be gathered, and the last token may not have been sampled before.
-            self.requests.look_at(request_id, tracked)
+            self.requests.look_at(tracked)
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
-        self.requests.evict_unproven(request_id, tracked)
+        self.requests.evict_unproven(tracked)
         self.requests.forget(request_id)

@@ -9,9 +9,9 @@ runs, and may overwrite it in the same step. A state that was not stored then, b
 `num_storable`, a full host or a failed copy, waits for the queue.
 
 Why a stored state is the state of its key: vLLM gives a hash to each state that it keeps, and does
-not write to a block that has one. `Steps.build` records the blocks of the table. When the step was
-processed, `TrackedRequest.window_ids` leaves out each block that does not have the hash of its
-tokens. If vLLM has dropped the state, or if another request has taken the block, it has another
+not write to a block that has one. `Requests.look_at` records the blocks of the table. When the
+step was processed, `TrackedRequest.window_ids` leaves out each block that does not have the hash of
+its tokens. If vLLM has dropped the state, or if another request has taken the block, it has another
 hash or none. A partial block, which vLLM copies before it writes on, has the hash of fewer tokens.
 vLLM also offers its states to connectors (`boundary_state_offloads`). kvstow does not read the
 offers, because the table names the same full blocks.
@@ -102,7 +102,7 @@ class Stores:
                     self._leave_out(tracked, g, filled[len(wanted) :])
             named.append(request_id)
             computed.append(num_computed)
-            self.requests.reported(request_id, tracked, num_computed)
+            self.requests.reported(tracked, num_computed)
         if named:
             job = offload.store(
                 named,
@@ -126,7 +126,7 @@ class Stores:
     ) -> list[int]:
         """Count a group's filled blocks as reported; return their ids, 0 for those not to store."""
         if tracked.model.is_window[g]:
-            ids = tracked.window_ids(g, filled, self.tier.manager)
+            ids = tracked.window_ids(g, filled, self.tier.tables)
         else:
             ids = [block.block_id for block in filled]
         if self.tier.lazy is not None:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
@@ -165,9 +164,7 @@ class TrackedRequest:
                 num_computed = (end + 1) * block_size - 1
         return num_computed
 
-    def window_ids(
-        self, g: int, blocks: Sequence[KVCacheBlock], manager: KVCacheManager
-    ) -> list[int]:
+    def window_ids(self, g: int, blocks: Sequence[KVCacheBlock], tables: Tables) -> list[int]:
         """Return the ids of filled blocks of a window or state; 0 for those not to be stored.
 
         vLLM gives hashes only to blocks at which a hit can end. Another request may have taken a
@@ -182,7 +179,7 @@ class TrackedRequest:
             for index, block in enumerate(blocks, first)
         ]
         if isinstance(spec, SlidingWindow) and spec.extra_retained_tokens:
-            table = manager.get_blocks(request.request_id).blocks[self.model.group_ids[g]]
+            table = tables[g].get(request.request_id, [])
             start = max(0, -(-self.num_given_tokens // spec.block_size) - first)
             for at, retained in enumerate(table[first + start : first + len(blocks)], start):
                 if retained is blocks[at] and not retained.is_null:

@@ -21,12 +21,12 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvstow import Job, JobEnd
+from kvstow.transfer.mover import Direction
 from kvstow.vllm.messages import Copies, StepJobs
 from kvstow.vllm.tier import HostTier
 
@@ -47,7 +47,7 @@ class Transfer:
         is_late: it has missed its deadline, or the tier was turned off.
     """
 
-    direction: Literal["store", "load"]
+    direction: Direction
     blocks: list[KVCacheBlock]
     held: list[KVCacheBlock] = field(default_factory=list)
     ranks: set[int] = field(default_factory=set)
@@ -145,15 +145,14 @@ class Transfers:
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
         offload, below = self.tier.offload, self.tier.below
-        if offload is None or not (self.in_flight or (below is not None and below.has_jobs)):
+        if offload is None:
             return
-        late = offload.expire(self.tier.clock())
-        if below is not None:
-            below.expired(job_id for job_id in late if job_id not in self.in_flight)
-        for job_id in late:
-            if job_id not in self.in_flight:
+        for job_id in offload.expire(self.tier.clock()):
+            transfer = self.in_flight.get(job_id)
+            if transfer is None:
+                if below is not None:
+                    below.expired(job_id)
                 continue
-            transfer = self.in_flight[job_id]
             logger.warning(
                 "kvstow: %s job %d has not ended within load_timeout_s (%g s), so it counts as "
                 "failed; %d device blocks stay out of use until the copy ends. If this "

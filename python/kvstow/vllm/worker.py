@@ -31,6 +31,7 @@ from kvstow.transfer import (
     outcome,
 )
 from kvstow.transfer.arena import shared_bytes
+from kvstow.transfer.mover import Direction
 from kvstow.transfer.shared import SharedMemory
 from kvstow.vllm.below_worker import LowerWorker
 from kvstow.vllm.both_worker import BothWorker
@@ -41,16 +42,18 @@ from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.shared_worker import Membership, SharedWorker
-from kvstow.vllm.stats import LOAD, STORE, ConnectorStats, Direction
+from kvstow.vllm.stats import ConnectorStats
 
 if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger("vllm." + __name__)
 
-_CONSEQUENCES = {
-    LOAD: "its request recomputes the blocks, or fails if kv_load_failure_policy is not recompute",
-    STORE: "the host tier does not get its blocks",
+_CONSEQUENCES: dict[Direction, str] = {
+    "load": (
+        "its request recomputes the blocks, or fails if kv_load_failure_policy is not recompute"
+    ),
+    "store": "the host tier does not get its blocks",
 }
 
 
@@ -255,7 +258,7 @@ class WorkerHalf:
         asks for them after the drafts, and only the last stage of a pipeline makes drafts. Their
         blocks were computed before that step, and are held until the stores end.
         """
-        self.begin(STORE)
+        self.begin("store")
         self._drop_step()
         jobs.failed_request_ids += self._jobs.failed_request_ids
         self._jobs = jobs
@@ -269,7 +272,9 @@ class WorkerHalf:
 
     def _drop_step(self) -> None:
         """Fail the jobs of the last step that an error has kept from beginning."""
-        for direction, left in ((LOAD, self._jobs.loads), (STORE, self._jobs.stores)):
+        jobs: dict[Direction, list[Copies]]
+        jobs = {"load": self._jobs.loads, "store": self._jobs.stores}
+        for direction, left in jobs.items():
             for copies in left:
                 error = StateError("an error ended the step before this job began")
                 self._running[copies.job_id] = _Running(direction, copies, error=error)
@@ -282,8 +287,8 @@ class WorkerHalf:
         it may still read, and a store reads blocks that it fills. A job whose copies cannot begin
         has failed; it ends when those of its copies that did begin are over.
         """
-        jobs = self._jobs.loads if direction == LOAD else self._jobs.stores
-        if direction == LOAD and (jobs or self._jobs.stores):
+        jobs = self._jobs.loads if direction == "load" else self._jobs.stores
+        if direction == "load" and (jobs or self._jobs.stores):
             self._before_step = self._computed()
         while jobs:  # jobs that have begun leave the list, because vLLM may ask twice
             copies = jobs.pop(0)
@@ -299,7 +304,7 @@ class WorkerHalf:
         """Give each group's part of a job to the group's mover."""
         if len(self.movers) < len(self._model.local_groups):
             raise StateError("vLLM sleeps and has freed the device memory, so nothing is copied")
-        if running.direction == STORE and not self._is_writer:
+        if running.direction == "store" and not self._is_writer:
             # The slots can be found only when the writer, too, has reported: see `Replicas`.
             running.is_released = True
             self._reports.released.append(running.copies.job_id)
@@ -313,7 +318,7 @@ class WorkerHalf:
                 continue
             ids, slots = copies.block_ids[start:end], copies.host_slots[start:end]
             running.num_bytes += (end - start) * layout.slot_bytes
-            if running.direction == LOAD:
+            if running.direction == "load":
                 running.tickets.append(mover.load(slots, ids, after=after))
             else:
                 running.tickets.append(mover.store(ids, slots, after=after))
@@ -395,7 +400,7 @@ class WorkerHalf:
             if all(ticket.poll() for ticket in running.tickets):
                 self._report(job_id, running)
                 del self._running[job_id]
-            elif running.direction == STORE and not running.is_released:
+            elif running.direction == "store" and not running.is_released:
                 running.is_released = all(ticket.source_released() for ticket in running.tickets)
                 if running.is_released:
                     self._reports.released.append(job_id)
@@ -422,7 +427,7 @@ class WorkerHalf:
     def _count(self, running: _Running) -> None:
         """Count a job that succeeded, unless another rank has copied for this one."""
         num_copying = self._world_size
-        if running.direction == STORE:
+        if running.direction == "store":
             if not self._is_writer:
                 return
             num_copying //= self._num_sharing
