@@ -118,8 +118,25 @@ FLAG = {
     "kv_connector_extra_config": {"cpu_bytes_to_use": "24GiB"},
 }
 OTHER = {"kv_connector": "NixlConnector", "kv_role": "kv_consumer"}
+DISK = {
+    "type": "KVStowDisk",
+    "module_path": "kvstow.vllm.secondary_tier",
+    "path": "/mnt/slots",
+    "max_bytes": "200GiB",
+    "backpressure": {},
+}
 TIB = 1 << 40
 MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
+
+
+def with_disk(**changed: object) -> dict[str, object]:
+    """Return a flag of vLLM's own connector with a disk of kvstow below it."""
+    tiers = [{"type": "fs"}, DISK | changed]
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"secondary_tiers": tiers},
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -186,6 +203,17 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
             ["disk_path is an option of kvstow", "shared is an option of kvstow"],
         ),
         (FLAG | {"kv_load_failure_policy": "recomputed"}, ["kv_load_failure_policy is 'recomp"]),
+        (with_disk(), []),
+        (MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, with_disk()]}}, []),
+        (with_disk(type="fs"), ["It names KVStowConnector 0 times."]),
+        (
+            MULTI | {"kv_connector_extra_config": {"connectors": [FLAG, with_disk(path=None)]}},
+            ["the secondary tier KVStowDisk has no path; add it beside its type."],
+        ),
+        (
+            with_disk(module_path=None, max_bytes="x"),
+            ["module_path of secondary_tiers[1] is None, and", "max_bytes is 'x', which is no"],
+        ),
     ],
 )
 def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str]) -> None:

@@ -695,6 +695,17 @@ def test_axis_of_the_sketch_has_a_name(capsys: pytest.CaptureFixture[str]) -> No
     assert re.search(axis, capsys.readouterr().out, re.MULTILINE)
 
 
+def test_axis_of_the_sketch_ends_at_the_size_that_the_hits_need(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    request = {"timestamp": 0, "input_length": 56, "output_length": 0, "hash_ids": [0, 1, 2, 3]}
+    path.write_text(f"{json.dumps(request)}\n" * 2)
+    plan_of_it = ["plan", str(path), "--block-size", "16", "--model", "llama-3.1-8b"]
+    assert cli.main(plan_of_it) == 0
+    assert re.search("host tier +6 MiB\n", capsys.readouterr().out)  # three blocks of 2 MiB
+
+
 def test_token_ids_without_a_time_get_no_hint_to_convert_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

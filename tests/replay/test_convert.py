@@ -186,6 +186,8 @@ def test_requests_of_a_log_without_an_output_are_counted(
     path.write_text(path.read_text().replace("output_token_ids: None", "output_token_ids: [4]"))
     assert cli.main(convert) == 0
     assert not capsys.readouterr().err
+    assert cli.main(["trace", "convert", str(path), "--output-tokens", "3"]) == 2
+    assert "--output-tokens is 3, and token ids have an output_length" in capsys.readouterr().err
 
 
 def test_an_empty_salt_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

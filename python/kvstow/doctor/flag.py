@@ -16,8 +16,11 @@ from kvstow.doctor.findings import Finding, Status
 from kvstow.memory import free_memory
 from kvstow.sizes import format_bytes
 from kvstow.vllm.options import WHERE, Options
+from kvstow.vllm.secondary_file import secondary_file
 
 _OWN: Final = "KVStowConnector"
+_DISK: Final = "KVStowDisk"
+_DISK_MODULE: Final = "kvstow.vllm.secondary_tier"
 _MODULES: Final = ("kvstow.vllm", "kvstow.vllm.connector")
 _FLAGS: Final = {"true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"}
 
@@ -72,7 +75,7 @@ def flag_findings(text: str) -> Iterator[Finding]:
     """Check the text behind `--kv-transfer-config`. Opens no slot file, and asks no store."""
     problems = list(_problems(text))
     if not problems:
-        says = "It names the connector, and its options are right. No disk or store was asked."
+        says = "It names kvstow, whose options are right. No disk or store was asked."
         yield Finding("flag", "ok", says)
     for problem in problems:
         yield Finding("flag", *problem)
@@ -87,32 +90,54 @@ def _problems(text: str) -> Iterator[_Problem]:
         return
     parts = _parts(flag)
     own = [part for part in parts.values() if part.get("kv_connector") == _OWN]
-    if len(own) != 1:
+    disks = list(_disks(parts))
+    if len(own) > 1 or not (own or disks):
         advice = f'name it once: "kv_connector": "{_OWN}"'
         yield _Problem("broken", f"It names {_OWN} {len(own)} times.", advice)
         return
     for where, part in ({"": flag} | parts).items():
         yield from _wrong_keys(part)
         yield from _wrong_values(part, where)
+    for where, disk in disks:
+        yield from _wrong_disk(disk, where)
+    if own:
+        yield from _wrong_connector(flag, own[0])
+
+
+def _wrong_connector(flag: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[_Problem]:
+    """Find what is wrong with the connector `own`, which is the flag or a part of it."""
     if (role := flag.get("kv_role")) in ("kv_consumer", "kv_producer"):
         says = f"kv_role is {role!r}, and the connector both stores and loads."
         yield _Problem("broken", says, 'set "kv_role": "kv_both"')
     if flag.get("kv_load_failure_policy", "fail") == "fail":
         says = "A request whose load fails will end with an error instead of being recomputed."
         yield _Problem("missing", says, 'set "kv_load_failure_policy": "recompute"')
-    module = own[0].get("kv_connector_module_path")
+    module = own.get("kv_connector_module_path")
     if isinstance(module, str) and module not in _MODULES:
         says = f"kv_connector_module_path is {module!r}, and the connector is in kvstow.vllm."
         yield _Problem("broken", says, 'set "kv_connector_module_path": "kvstow.vllm"')
-    options = own[0].get(WHERE, {})
+    options = own.get(WHERE, {})
     try:
         if isinstance(options, Mapping):
             yield from _too_large(Options.parse(options))
     except ConfigError as error:
-        # Undivided, because a value or a name in it may have a colon too.
-        says = str(error)
-        end = "" if says.endswith("?") else "."
-        yield _Problem("broken", says + end, f'correct the object "{WHERE}"')
+        yield _broken(error, f'correct the object "{WHERE}"')
+
+
+def _wrong_disk(disk: Mapping[str, Any], where: str) -> Iterator[_Problem]:
+    """Find what is wrong with a `KVStowDisk` below vLLM's own connector."""
+    if (module := disk.get("module_path")) != _DISK_MODULE:
+        says = f"module_path of {where} is {module!r}, and {_DISK} is in {_DISK_MODULE}."
+        yield _Problem("broken", says, f'set "module_path": "{_DISK_MODULE}"')
+    try:
+        secondary_file(_DISK, **disk)
+    except ConfigError as error:
+        yield _broken(error, f"correct {where}")
+
+
+def _broken(error: ConfigError, advice: str) -> _Problem:
+    says = str(error)  # undivided, because a value or a name in it may have a colon too
+    return _Problem("broken", says if says.endswith("?") else f"{says}.", advice)
 
 
 def _too_large(options: Options) -> Iterator[_Problem]:
@@ -189,3 +214,13 @@ def _parts(flag: object) -> dict[str, Mapping[str, Any]]:
     parts = extra.get("connectors") if isinstance(extra, Mapping) else None
     named = enumerate(parts if isinstance(parts, list) else [])
     return {f" of connectors[{at}]": it if isinstance(it, Mapping) else {} for at, it in named}
+
+
+def _disks(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Return where each `KVStowDisk` below vLLM's own connector is, and its keys."""
+    for where, part in parts.items():
+        extra = part.get(WHERE)
+        tiers = extra.get("secondary_tiers") if isinstance(extra, Mapping) else None
+        for at, tier in enumerate(tiers if isinstance(tiers, list) else []):
+            if isinstance(tier, Mapping) and tier.get("type") == _DISK:
+                yield f"secondary_tiers[{at}]{where}", tier

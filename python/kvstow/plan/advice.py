@@ -131,6 +131,16 @@ def size(gib: float) -> str:
     return f"{gib:,g} GiB" if gib >= 1 else f"{gib * MIB_PER_GIB:,.4g} MiB"
 
 
+def _unit(gib: float) -> int:
+    return 1 if gib >= 1 else MIB_PER_GIB
+
+
+def rounded_size(gib: float) -> str:
+    """Return a size in three digits."""
+    unit = _unit(gib)
+    return size(float(f"{gib * unit:.3g}") / unit)
+
+
 def knee_gib(plan: Plan, choice: Choice) -> float:
     """Return the size at the knee of the curve beside the device."""
     return plan.gib(choice.curves.beside(num_device(plan, choice)).knee)
@@ -139,7 +149,7 @@ def knee_gib(plan: Plan, choice: Choice) -> float:
 def knee_size(plan: Plan, choice: Choice) -> str:
     """Return the knee in three digits, rounded up so that a tier of this size reaches it."""
     gib = knee_gib(plan, choice)
-    unit = 1 if gib >= 1 else MIB_PER_GIB
+    unit = _unit(gib)
     last = 10 ** (math.floor(math.log10(gib * unit)) - 2) if gib else 1
     # The product of a quotient may exceed a whole number by a rounding error.
     return size(math.ceil(round(gib * unit / last, 6)) * last / unit)

@@ -11,7 +11,16 @@ import numpy as np
 
 from kvstow._core import SlidingWindow, StateSpace
 from kvstow.output import can_print
-from kvstow.plan.advice import flag, knee_gib, knee_size, marks, num_device, sentence, size
+from kvstow.plan.advice import (
+    flag,
+    knee_gib,
+    knee_size,
+    marks,
+    num_device,
+    rounded_size,
+    sentence,
+    size,
+)
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
@@ -355,7 +364,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
         cells = "".join(eighths[int(np.clip(level - 8 * line, 0, 8))] for level in levels)
         top = plan.hit_ratio(curves.infinite * (line + 1) / _SKETCH_ROWS)
         lines.append(f"{top:6.1%} |{cells}")
-    first, end = "0", size(float(f"{plan.gib(last):.3g}"))
+    first, end = "0", rounded_size(plan.gib(last))
     axis = [" "] * _SKETCH_COLUMNS
     axis[0], axis[-len(end) :] = first, list(end)
     begin = (_SKETCH_COLUMNS - len(_X_LABEL)) // 2

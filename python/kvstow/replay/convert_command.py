@@ -5,6 +5,7 @@ from typing import Literal
 
 import click
 
+from kvstow._core import ConfigError
 from kvstow.output import Output, with_output
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_json, trace_lines
 from kvstow.replay.source import Source
@@ -41,7 +42,8 @@ def trace() -> None:
     type=click.IntRange(0, MAX_OUTPUT_TOKENS),
     default=0,
     show_default=True,
-    help="Number of output tokens of each request whose output is not in the log.",
+    help="With --from vllm-log: number of output tokens of each request whose output is not in "
+    "the log.",
 )
 @with_output
 def convert(
@@ -58,6 +60,11 @@ def convert(
 
     The exit status is 0 for success, 2 for bad usage or input, and 74 if input or output fails.
     """
+    if output_tokens and form == "tokens":
+        raise ConfigError(
+            f"--output-tokens is {output_tokens}, and token ids have an output_length on each "
+            "line: leave it out, or pass --from vllm-log"
+        )
     Source(file).check()
     if form == "tokens":
         converted = TokenReader(file, block_size).read()

@@ -53,11 +53,11 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvstow import ConfigError, TransferError
-from kvstow.arguments import is_for_shell, is_path
-from kvstow.tiers import SlotFile, SlotTier, TierBlocks, TierTicket
+from kvstow import TransferError
+from kvstow.tiers import SlotTier, TierBlocks, TierTicket
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
+from kvstow.vllm.secondary_file import secondary_file
 from kvstow.vllm.secondary_identity import chunks_fingerprint
 from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
@@ -151,23 +151,19 @@ class KVStowDisk(SecondaryTierManager):
         """
         detectors = [] if backpressure_detector is None else [backpressure_detector]
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detectors)
-        for name, value in (("path", path), ("max_bytes", max_bytes)):
-            if value is None:
-                raise ConfigError(
-                    f"the secondary tier {tier_type} has no {name}; add it beside its type"
-                )
-        for name, value in (("path", path), ("weights_version_path", weights_version_path)):
-            if value is not None and (not is_path(value) or is_for_shell(value)):
-                raise ConfigError(
-                    f"the secondary tier {tier_type} has {name} {value!r}; pass the name of a file "
-                    "that does not begin with ~ or $, because nothing replaces them here"
-                )
+        file = secondary_file(
+            tier_type,
+            path=path,
+            max_bytes=max_bytes,
+            on_mismatch=on_mismatch,
+            num_threads=num_threads,
+            weights_version_path=weights_version_path,
+        )
         if unknown:
             logger.warning(
                 "kvstow: the secondary tier %s ignores %s", tier_type, ", ".join(sorted(unknown))
             )
         assert path is not None
-        assert max_bytes is not None
         self.locality = None if locality is None else Locality(locality)
         is_published = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events: list[OffloadingEvent] | None = (
@@ -178,7 +174,7 @@ class KVStowDisk(SecondaryTierManager):
         )
         self._keeps_on_reset = weights_version_path is not None
         place = path_of_engine(path, offloading_spec.config.parallel)
-        file = SlotFile(place, max_bytes, on_mismatch=on_mismatch, num_threads=num_threads)
+        file = dataclasses.replace(file, path=place)
         fingerprint, why = chunks_fingerprint(offloading_spec, place, weights_version_path)
         if why:
             logger.warning(
