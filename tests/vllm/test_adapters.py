@@ -93,6 +93,27 @@ def test_an_adapter_that_comes_back_in_place_of_another_takes_nothing(
     assert hit(server, adapter(local, load_inplace=True)) == NUM_HIT
 
 
+@pytest.mark.skipif(not HASHES_ADAPTER_PATH, reason="the path of an adapter is in no hash")
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_adapter_that_comes_while_requests_of_another_live_takes_nothing(
+    server: Server, local: Path, tmp_path: Path, *, is_over: bool, in_place: bool
+) -> None:
+    """vLLM may load the other one again for those, and computes the new requests with it."""
+    other = tmp_path / "second"
+    other.mkdir()
+    server.settle()
+    earlier = server.begin("b", lora_request=adapter(other, load_inplace=in_place))
+    assert server.half.lookup(earlier, 0) == 0
+    if is_over:
+        server.half.finished(earlier)
+    assert hit(server, adapter(local, load_inplace=True)) == 0
+    if not is_over:
+        server.half.finished(earlier)
+    num_hit = 0 if in_place and not is_over else NUM_HIT
+    assert hit(server, adapter(local, load_inplace=True)) == num_hit
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_an_adapter_whose_files_changed_takes_nothing_until_a_reset(
     server: Server, local: Path, log: list[str], *, skips: bool
@@ -181,5 +202,5 @@ def test_another_path_counts_where_hashes_have_the_name_alone(
     changes = Adapters()
     for path, has_changed in (local, False), (local, False), (other, True), (local, True):
         request = server.begin("a", lora_request=adapter(path))
-        assert changes.has_changed(request) == has_changed
+        assert changes.has_changed(request, ()) == has_changed
         server.forget()

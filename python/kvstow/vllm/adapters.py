@@ -15,6 +15,9 @@ for adapters. How old KV could be served then, and what prevents it:
   go on with the new weights. If the first path comes back, its blocks may be of those. So an
   adapter is not trusted any more once its number comes with another path. Its first load in place
   counts as well, because no request may have asked for what was loaded in between.
+- Two paths were loaded in place, and requests of both run. Whenever one of them joins vLLM's batch,
+  after a load, a preemption or a step without it, vLLM loads its path again, and the others go on
+  with these weights. So an adapter that comes while such requests live is not trusted either.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -26,6 +29,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -33,6 +37,8 @@ from typing import TypeAlias
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.request import Request
+
+from kvstow.vllm.tracked import TrackedRequest
 
 logger = logging.getLogger("vllm." + __name__)
 
@@ -48,13 +54,18 @@ class Adapters:
     # By the number of an adapter, what hashes had last, and whether it was loaded in place.
     _latest: dict[int, tuple[tuple[object, ...], bool]] = field(default_factory=dict)
 
-    def has_changed(self, request: Request) -> bool:
-        """Whether the blocks that the host has for a request may be of other adapter weights."""
+    def has_changed(self, request: Request, live: Iterable[TrackedRequest]) -> bool:
+        """Whether the blocks that the host has for a request may be of other adapter weights.
+
+        Args:
+            request: the request.
+            live: the requests that are not over.
+        """
         adapter = request.lora_request
         if adapter is None:
             return False
         hashed = tuple(_gen_lora_extra_hash_keys(request))
-        self._compare_with_latest(adapter, hashed)
+        self._compare_with_latest(adapter, hashed, live)
         if hashed not in self._changed:
             stamp = _stamp(adapter)
             known = self._stamps.get(hashed, stamp)
@@ -65,19 +76,25 @@ class Adapters:
             logger.warning(
                 "kvstow: the adapter %s of %s may have changed since its first request, so its "
                 "requests take nothing from the host tier until that is reset. Give a changed "
-                "adapter a new path",
+                "adapter a new path, and a new name if requests run",
                 adapter.lora_name,
                 adapter.lora_path,
             )
         return True
 
-    def _compare_with_latest(self, adapter: LoRARequest, hashed: tuple[object, ...]) -> None:
+    def _compare_with_latest(
+        self, adapter: LoRARequest, hashed: tuple[object, ...], live: Iterable[TrackedRequest]
+    ) -> None:
         """Distrust an adapter of which requests may have run with the weights of another."""
-        now = hashed, adapter.load_inplace
-        latest = self._latest.setdefault(adapter.lora_int_id, now)
-        if adapter.load_inplace and latest != now:
+        now, latest = (hashed, adapter.load_inplace), self._latest.get(adapter.lora_int_id)
+        if latest == now:
+            return
+        if latest is None or adapter.load_inplace:
             self._latest[adapter.lora_int_id] = now
-            self._stamps[latest[0]] = None
+            if latest is not None:
+                self._stamps[latest[0]] = None
+            if any(_replaces(tracked.request.lora_request, adapter) for tracked in live):
+                self._stamps[hashed] = None
         elif latest[0] != hashed:  # it waited while the other was loaded
             self._stamps[hashed] = None
 
@@ -86,6 +103,16 @@ class Adapters:
         self._stamps.clear()
         self._changed.clear()
         self._latest.clear()
+
+
+def _replaces(other: LoRARequest | None, adapter: LoRARequest) -> bool:
+    """Whether vLLM may load another adapter in place of this one while requests run."""
+    return (
+        other is not None
+        and other.load_inplace
+        and other.lora_int_id == adapter.lora_int_id
+        and other.lora_path != adapter.lora_path
+    )
 
 
 def _stamp(adapter: LoRARequest) -> _Stamp:

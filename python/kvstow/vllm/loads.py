@@ -52,7 +52,7 @@ class Loads:
             tracked.recompute = True
         tracked.num_local_tokens = num_local_tokens
         # Also for a request that loads nothing: its blocks are stored.
-        has_changed = self.adapters.has_changed(request)
+        has_changed = self.adapters.has_changed(request, self.requests.tracked.values())
         offload, model = self.tier.offload, self.tier.model
         if offload is None:
             # The first step brings the ranks' capacities. vLLM steps while a request waits.
