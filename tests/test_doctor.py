@@ -278,11 +278,17 @@ def test_flag_is_checked_without_a_vllm(monkeypatch: pytest.MonkeyPatch) -> None
     assert finding.status == "ok"
 
 
-def test_flag_that_is_no_json_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["doctor", "--json", "--kv-transfer-config", "{kv_role: kv_both}"]) == 1
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{kv_role: kv_both}", "Expecting property name"), ("[" * 100_000, "maximum recursion")],
+)
+def test_flag_that_is_no_json_is_broken(
+    capsys: pytest.CaptureFixture[str], text: str, why: str
+) -> None:
+    assert cli.main(["doctor", "--json", "--kv-transfer-config", text]) == 1
     *_, last = json.loads(capsys.readouterr().out)["findings"]
     assert last["name"] == "flag"
-    assert last["says"].startswith("It is no JSON: Expecting property name")
+    assert last["says"].startswith(f"It is no JSON: {why}")
 
 
 def test_the_reference_explains_every_line() -> None:

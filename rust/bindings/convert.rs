@@ -207,6 +207,19 @@ fn items<'py>(obj: &Bound<'py, PyAny>, what: &str) -> PyResult<Bound<'py, PyTupl
     PyTuple::new(obj.py(), items)
 }
 
+/// The items of a sequence. To take them as a `Vec`, PyO3 would reserve memory for what `__len__`
+/// says.
+pub(crate) fn listed<'py>(obj: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyAny>>> {
+    Ok(items(obj, "items")?.iter().collect())
+}
+
+/// As [`listed`], or None.
+pub(crate) fn listed_or_none<'py>(
+    obj: &Bound<'py, PyAny>,
+) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+    if obj.is_none() { Ok(None) } else { listed(obj).map(Some) }
+}
+
 /// Block ids in a pool of `num_blocks`.
 pub(crate) fn ids(obj: &Bound<'_, PyAny>, num_blocks: usize) -> PyResult<Vec<BlockId>> {
     let no_such_block = |id| to_py(Error::NoSuchBlock { id, num_blocks });

@@ -7,7 +7,7 @@ use numpy::{IntoPyArray, PyArray1};
 use pyo3::buffer::PyBuffer;
 use pyo3::prelude::*;
 
-use crate::convert::{Count, places};
+use crate::convert::{Count, listed, places};
 use crate::error::{ConfigError, InvalidBlock, StateError};
 
 /// Copies blocks between the regions of a layout and the slots of an arena.
@@ -72,16 +72,18 @@ impl Memory {
 impl BlockCopier {
     #[new]
     fn new(
-        regions: Vec<(Bound<'_, PyAny>, Count, Count)>,
+        #[pyo3(from_py_with = listed)] regions: Vec<Bound<'_, PyAny>>,
         num_blocks: Count,
         slots: &Bound<'_, PyAny>,
         slot_stride_bytes: Count,
         slot_bytes: Count,
         num_slots: Count,
     ) -> PyResult<Self> {
-        let regions = regions
-            .iter()
-            .map(|(memory, stride, block_bytes)| Memory::new(memory, *stride, *block_bytes));
+        let regions = regions.iter().map(|region| {
+            let (memory, stride, block_bytes): (Bound<'_, PyAny>, Count, Count) =
+                region.extract()?;
+            Memory::new(&memory, stride, block_bytes)
+        });
         let copier = Self {
             regions: regions.collect::<PyResult<_>>()?,
             num_blocks: num_blocks.0,

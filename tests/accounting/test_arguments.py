@@ -5,6 +5,10 @@ The last test draws arguments at random.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +29,10 @@ from kvstow import (
     ConfigError,
     InvalidBlock,
     KvstowError,
+    OffloadScheduler,
+    StateError,
 )
+from kvstow._core import BlockCopier
 
 BEYOND = f"ids go from 0 to {NUM_BLOCKS - 1}"
 
@@ -245,6 +252,31 @@ def test_a_request_id_that_is_not_a_str_is_refused(says: str, id: str) -> None:
     # In a list of ids, the error is about the list.
     refused(LedgerWorld, lambda w: w.ledger.allocate_step([id], [1]), ConfigError, says)
     refused(TierWorld, lambda w: w.tier.store([id], [4], [9], [0, 1]), ConfigError, says)
+
+
+class Liar(Sequence[Any]):
+    """An empty sequence that claims to be too long for any memory."""
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: Any) -> Any:
+        raise IndexError(index)
+
+
+@pytest.mark.parametrize(
+    ("error", "call"),
+    [
+        (ConfigError, lambda tier: tier.load("fresh", 4, Liar())),
+        (StateError, lambda tier: tier.load("fresh", 4, [[1]], local_ids=Liar())),
+        (ConfigError, lambda tier: tier.store(["fresh"], [4], [9], [0, 1], new_hashes=Liar())),
+    ],
+)
+def test_no_memory_is_reserved_for_what_a_sequence_claims(
+    error: type[Exception], call: Callable[[OffloadScheduler], object]
+) -> None:
+    refused(TierWorld, lambda w: call(w.tier), error, "")
+    BlockCopier(Liar(), 1, np.zeros(8, np.uint8), 8, 8, 1)
 
 
 # Numbers at each bound of a conversion, and values that are no numbers.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from tests.engine.sleep_world import BLOCK, World, prompt, put_to_sleep
-from tests.engine.test_snapshot_file import PAGE
+from tests.engine.test_snapshot_file import PAGE, forge
 
 from kvstow import hash_tokens
 from kvstow.cli import main
@@ -37,6 +37,14 @@ def test_info_shows_the_contents_of_a_file(image: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert re.search(r"^ +file +\S", shown, re.MULTILINE), "a title would be as narrow as the rows"
     assert "a model" in shown
+
+
+def test_info_does_not_let_a_file_steer_the_terminal(
+    image: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(image, lambda header: header.update(identity="a\n\x1b[2J"))
+    assert main(["snapshot", "info", str(image)]) == 0
+    assert r"a\n\x1b[2J" in capsys.readouterr().out
 
 
 def test_info_finds_damage(image: Path, capsys: pytest.CaptureFixture[str]) -> None:

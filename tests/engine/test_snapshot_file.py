@@ -144,6 +144,7 @@ def part_with(name: str, at: int, value: object) -> Callable[[dict[str, Any]], o
         lambda header: header.update(arenas=[]),
         lambda header: header.update(arenas=[None]),
         lambda header: header.update(arenas=header["arenas"] * 2),
+        lambda header: header.update(num_tokens=float("inf")),
         lambda header: header.update(num_bytes=str(header["num_bytes"])),
         lambda header: header["sections"].pop("ledger"),
         lambda header: header["sections"].update(ledger=header["sections"]["scheduler"]),
@@ -188,6 +189,7 @@ def test_header_with_wrong_values_is_refused(
         (b'"requests": [[', b'"requests": 0,"'),
         (b'[["a", true', b'[["z", true'),
         (b'"landed": [[]', b'"landed": {"" '),
+        (b'"landed": [[], [], 1, 0]', b'"landed":[[],[],1e999,0]'),
     ],
 )
 def test_requests_with_wrong_values_are_refused(image: Path, old: bytes, new: bytes) -> None:

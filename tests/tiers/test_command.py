@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from tests.tiers.setup import (
 
 from kvstow.cli import main
 from kvstow.tiers.inspection import Verified, inspected
-from kvstow.tiers.slot_index import HEADER_BYTES
+from kvstow.tiers.slot_index import HEADER_BYTES, read_header
 from kvstow.transfer import HostArena
 
 KEYS = [key_of(number) for number in range(6)]
@@ -58,6 +60,22 @@ def test_info_shows_what_a_file_holds(
         assert facts_of("info", path, capsys)["blocks"] == 6, "it may be in use"
     assert main(["tier", "info", str(path)]) == 0
     assert "warm blocks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "status", "shown"),
+    [("a\n\x1b[2J", 0, r"a\n\x1b[2J"), (float("inf"), 1, "makes no sense")],
+)
+def test_info_shows_a_forged_header_without_harm(
+    path: Path, capsys: pytest.CaptureFixture[str], value: Any, status: int, shown: str
+) -> None:
+    index = path.with_name("slots.index")
+    page = np.fromfile(index, np.uint8, HEADER_BYTES)
+    header = replace(read_header(str(index), page), fingerprint={"model": value})
+    with index.open("r+b") as file:
+        file.write(header.encode().tobytes())
+    assert main(["tier", "info", str(path)]) == status
+    assert shown in "".join(capsys.readouterr())
 
 
 def test_a_folder_is_refused_with_the_file_in_it(

@@ -358,13 +358,39 @@ def test_file_of_the_user_is_never_touched(tmp_path: Path, arena: HostArena, nam
 
 
 def test_only_its_owner_may_read_the_files(tmp_path: Path, arena: HostArena) -> None:
+    def check() -> None:
+        open_file(tmp_path, arena).close()
+        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+        assert modes == {"slots": 0o600, "slots.index": 0o600}
+
     before = os.umask(0)
     try:
-        open_file(tmp_path, arena).close()
+        check()
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert modes == {"slots": 0o600, "slots.index": 0o600}
+    for path in tmp_path.iterdir():
+        path.chmod(0o666)  # as a copy from a backup may be
+    check()
+
+
+def test_a_file_of_another_user_is_refused(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That user may have made it in a folder of all users, to read what the server writes."""
+    open_file(tmp_path, arena).close()
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    open_file(tmp_path, arena).close()  # the folder is this user's, too
+
+    class SharedFolder(Here):
+        def stat(self, path: str) -> os.stat_result | None:
+            found = super().stat(path)
+            if found is None or path != str(tmp_path):
+                return found
+            return os.stat_result((*found[:4], user + 2, *found[5:]))
+
+    with pytest.raises(ConfigError, match=f"belongs to user {user}, who may read .* {user + 1}, "):
+        open_file(tmp_path, arena, files=SharedFolder())
 
 
 def test_open_file_is_refused_to_others(

@@ -636,6 +636,18 @@ def test_digests_by_another_sum_are_not_believed(
         assert (worlds[1].digest() == before) is not has_same_sum
 
 
+@pytest.mark.parametrize("content", ["", "null", "[1]", "[" * 100_000])
+def test_damaged_digests_are_computed_anew(
+    worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    monkeypatch.setattr(identity_module, "_FRESH_S", -1.0)  # as if the files were older
+    before, memory = worlds[0].digest(), tmp_path / "cache/kvstow/weights.json"
+    whole = memory.read_text()
+    memory.write_text(content)
+    assert worlds[1].digest() == before
+    assert memory.read_text() == whole
+
+
 @pytest.mark.parametrize("place", ["a file", "no home"])
 def test_without_a_place_for_digests_the_files_are_read_each_time(
     worlds: tuple[World, World], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str

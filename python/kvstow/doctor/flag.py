@@ -84,7 +84,7 @@ def flag_findings(text: str) -> Iterator[Finding]:
 def _problems(text: str) -> Iterator[_Problem]:
     try:
         flag = json.loads(text)
-    except ValueError as error:
+    except (RecursionError, ValueError) as error:
         advice = "write the object between single quotes, so that the shell leaves it as it is"
         yield _Problem("broken", f"It is no JSON: {error}.", advice)
         return

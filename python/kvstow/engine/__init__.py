@@ -5,7 +5,7 @@ wake, the file that an engine sleeps in, and its disk tier or shared tier.
 
 May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.memory,
 kvstow.observability.events, kvstow.observability.histogram, kvstow.output, kvstow.sizes,
-kvstow.threads, kvstow.tiers, kvstow.transfer.
+kvstow.texts, kvstow.threads, kvstow.tiers, kvstow.transfer.
 """
 
 from kvstow.engine.answers import Admission, AdmissionState, Awake, Landed

@@ -56,7 +56,9 @@ class Record:
             sleep_id, stale = str(fields.get("sleep_id", "")), frozenset(fields.get("stale", ()))
             preserved, sizes = bool(fields["preserved"]), fields["block_bytes"]
             return cls(sleep_id, preserved, sizes, requests, landed, stale)
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+        ) as error:  # fmt: skip
             raise damaged(f"its requests make no sense ({error!r})") from error
 
     def restored_requests(

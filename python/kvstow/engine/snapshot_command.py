@@ -9,6 +9,7 @@ from rich.table import Table
 from kvstow._core import SnapshotError
 from kvstow.engine.snapshot_file import SnapshotFile
 from kvstow.output import Output, with_output
+from kvstow.texts import on_one_line
 
 EXIT_OK, EXIT_DAMAGED = 0, 1
 _MAX_NAMED_SLOTS = 10
@@ -49,7 +50,7 @@ def info(output: Output, file: Path) -> int:
 def _table(facts: dict[str, object], *, is_sound: bool) -> Table:
     table = Table("", "", box=SIMPLE_HEAD, show_header=False)
     for name, value in facts.items():
-        shown = f"{value:,}" if isinstance(value, int) else str(value)
+        shown = f"{value:,}" if isinstance(value, int) else on_one_line(str(value))
         table.add_row(name.replace("_", " "), shown)
     table.add_row("sound", "yes" if is_sound else "no")
     return table

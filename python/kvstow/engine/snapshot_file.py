@@ -398,6 +398,7 @@ class SnapshotFile(Closing):
         if len(header) != header_bytes or zlib.crc32(header, sealed) != crc:
             raise self._damaged("its header does not match its checksum")
         fields = json.loads(header)
+        json.dumps(fields, allow_nan=False)  # else nobody could write them as JSON again
         base = _aligned(_PREFIX.size + header_bytes)
         self.num_bytes = base + fields["num_bytes"]
         if size != self.num_bytes:

@@ -4,7 +4,7 @@
 its own medium, and proves what it returns. The accounting lies elsewhere, in the Rust core.
 
 May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.output, kvstow.sizes,
-kvstow.transfer.
+kvstow.texts, kvstow.transfer.
 """
 
 from kvstow.tiers.both import BothTier

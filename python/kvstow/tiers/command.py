@@ -11,6 +11,7 @@ from rich.table import Table
 
 from kvstow._core import ConfigError
 from kvstow.output import Output, with_output
+from kvstow.texts import on_one_line
 from kvstow.tiers.inspection import Inspection, inspected
 from kvstow.tiers.shared_command import (
     checked_path,
@@ -168,7 +169,7 @@ def _table(path: str, facts: Mapping[str, object], *, is_sound: bool) -> Table:
     for name, value in facts.items():
         if isinstance(value, dict):
             for own, text in value.items():
-                table.add_row(str(own), str(text))
+                table.add_row(on_one_line(str(own)), on_one_line(str(text)))
         else:
             table.add_row(
                 name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
@@ -24,6 +25,12 @@ class Files:
     def close(self, file: int) -> None:
         """Close a descriptor."""
         os.close(file)
+
+    def protect(self, file: int) -> None:
+        """Let only the owner read and write a file, if the file system can tell users apart."""
+        with contextlib.suppress(OSError):
+            if os.fstat(file).st_mode & 0o077:
+                os.fchmod(file, 0o600)
 
     def lock(self, file: int) -> None:
         """Lock a file for this process, or raise `BlockingIOError` at once."""

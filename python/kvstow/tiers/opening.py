@@ -180,6 +180,8 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
             f"max_bytes is {max_bytes}, but the header and one slot of {slot_bytes} bytes take "
             f"{least}; raise it"
         )
+    folder = os.path.dirname(path) or "."
+    of_folder = files.stat(folder)
     for name in (path, path + INDEX_SUFFIX):
         found = files.stat(name)
         if found is not None and not stat.S_ISREG(found.st_mode):
@@ -194,8 +196,15 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
                 f"{name} is {kind}, but a slot file must be a regular file; pass the path of one, "
                 "or of none yet"
             )
-    folder = os.path.dirname(path) or "."
-    if files.stat(folder) is None:
+        # The owner of the folder may do with its files what he likes, as on a volume that belongs
+        # to one user whoever writes to it.
+        owners = {os.geteuid(), None if of_folder is None else of_folder.st_uid}
+        if found is not None and found.st_uid not in owners:
+            raise ConfigError(
+                f"{name} belongs to user {found.st_uid}, who may read and replace the KV in it; "
+                f"give it to user {os.geteuid()}, as whom this process runs, or pass another path"
+            )
+    if of_folder is None:
         raise ConfigError(f"the folder {folder} does not exist; create it, or pass another path")
     kind = files.file_system(folder)
     if kind in _IN_MEMORY:
@@ -271,6 +280,7 @@ class _Opening:
             # empty index that an interrupt leaves alone is opened as a new one.
             self._on_failure(files.remove, self._index_path)
         found = self._found(index, has_data=had_data)
+        files.protect(index)  # a copy from a backup may be readable for all
         self._check_space()
         empty = wanted.new_header()
         if found is None:
@@ -279,6 +289,7 @@ class _Opening:
         elif found.num_slots > wanted.num_slots:
             write_header(files, index, replace(found, num_slots=wanted.num_slots))
         data = self._open(wanted.path, _FLAGS) if had_data else self._create_data()
+        files.protect(data)
         data_bytes = self._resize(data, wanted.path, wanted.num_slots * wanted.slot_bytes)
         self._resize(index, self._index_path, index_bytes(wanted.num_slots))
         header = replace(found or empty, num_slots=wanted.num_slots)

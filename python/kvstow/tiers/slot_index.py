@@ -118,6 +118,7 @@ def read_header(path: str, page: npt.NDArray[np.uint8]) -> Header:
         raise SlotFileMismatch(f"the header of {path} does not have its checksum", fix)
     try:
         fields = json.loads(page[_PREFIX.size : _PREFIX.size + length].tobytes())
+        json.dumps(fields, allow_nan=False)  # else nobody could write them as JSON again
         return Header(
             _checked(fields, "slot_bytes", 1),
             _checked(fields, "num_slots", 0),

@@ -321,7 +321,7 @@ def content_of(path: Path, memory: Path | None) -> str:
     """
     known: dict[str, list[Any]] = {}
     if memory is not None:
-        with suppress(OSError, ValueError):
+        with suppress(OSError, RecursionError, TypeError, ValueError):  # missing, or damaged
             known = dict(json.loads(memory.read_text()))
     found: dict[str, list[Any]] = {}
     lines = []

@@ -15,7 +15,8 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyList};
 
 use crate::convert::{
-    Count, Name, RequestId, as_strs, counts, group_id, ids, job_id, named, request_ids,
+    Count, Name, RequestId, as_strs, counts, group_id, ids, job_id, listed, listed_or_none, named,
+    request_ids,
 };
 use crate::error::{ConfigError, to_py};
 use crate::event::events_to_py;
@@ -540,8 +541,8 @@ impl OffloadScheduler {
         py: Python<'_>,
         request_id: RequestId,
         num_tokens: Count,
-        block_ids: Vec<Bound<'_, PyAny>>,
-        local_ids: Option<Vec<Bound<'_, PyAny>>>,
+        #[pyo3(from_py_with = listed)] block_ids: Vec<Bound<'_, PyAny>>,
+        #[pyo3(from_py_with = listed_or_none)] local_ids: Option<Vec<Bound<'_, PyAny>>>,
         deadline: Option<f64>,
     ) -> PyResult<Job> {
         check_time("deadline", deadline)?;
@@ -599,7 +600,7 @@ impl OffloadScheduler {
         num_computed_tokens: &Bound<'_, PyAny>,
         block_ids: &Bound<'_, PyAny>,
         offsets: &Bound<'_, PyAny>,
-        new_hashes: Option<Vec<Bound<'_, PyAny>>>,
+        #[pyo3(from_py_with = listed_or_none)] new_hashes: Option<Vec<Bound<'_, PyAny>>>,
         max_blocks: Option<Count>,
         deadline: Option<f64>,
     ) -> PyResult<Option<Job>> {

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.tiers.resp.simulated import Simulated, Words, refuses
+from tests.tiers.resp.simulated import Simulated, Words, bulk, refuses
 from tests.tiers.resp.small import BLOCKS, NUM_BLOCKS, NUM_SLOTS, ended, get, key_of, opened, put
 from tests.tiers.setup import LONG_S
 
@@ -20,7 +20,7 @@ from kvstow.tiers import breaker, queued
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
-from kvstow.tiers.resp.wire import log_in_within
+from kvstow.tiers.resp.login import log_in_within
 from kvstow.transfer import HostArena
 
 
@@ -99,10 +99,49 @@ def test_hiredis_gives_up_such_a_login_too() -> None:
         for _ in range(1_000_000):
             connection._sock.recv_into(b"+")
 
-    connection = SimpleNamespace(_sock=drips, on_connect=on_connect)
+    connection = SimpleNamespace(_sock=drips, on_connect=on_connect, credential_provider=None)
     with pytest.raises(TimeoutError):
         log_in_within(0.001)(connection)
     assert connection._sock is drips
+
+
+def test_a_login_with_an_endless_answer_takes_no_memory() -> None:
+    endless = SimpleNamespace(recv=bytes, settimeout=lambda _: None)
+
+    def on_connect() -> None:
+        for num_received in range(100):
+            connection._sock.recv(4096)
+            assert num_received < 16
+
+    connection = SimpleNamespace(_sock=endless, on_connect=on_connect, credential_provider=None)
+    with pytest.raises(ValueError, match="more than 64 KiB"):
+        log_in_within(LONG_S)(connection)
+
+
+def test_the_text_of_a_server_cannot_forge_a_line_of_the_log(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = bulk(b"maxmemory:1\r\nmaxmemory_policy:volatile-\nCRITICAL a\x1b[2J\r\n")
+    refusal = b"-ERR\nCRITICAL b\x1b[2J" + b"x" * 3000 + b"\r\n"
+    server.override = lambda words, _: {b"INFO": policy, b"SET": refusal}.get(words[0])
+    with opened(small_arena, server.url) as tier:
+        messages = [str(put(tier).error) for _ in range(3)]
+    messages += [record.getMessage() for record in caplog.records]
+    assert len(messages) == 5, "two are warnings"
+    for message in messages:
+        assert r"\nCRITICAL" in message
+        assert message.isprintable()
+        assert len(message) < 600
+
+
+def test_a_bound_of_memory_that_is_no_number_is_no_bound(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    text = b"maxmemory:" + b"9" * 5000 + b"\r\nmaxmemory_policy:noeviction\r\n"
+    server.override = lambda words, _: bulk(text) if words[0] == b"INFO" else None
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("code", [b"NOREPLICAS", b"MISCONF", b"READONLY", b"NOPERM"])

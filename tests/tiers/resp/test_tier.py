@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from tests.tiers.resp.server import Server
 from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, digest_of
 
-from kvstow import ConfigError, StateError
+from kvstow import ConfigError, StateError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket, framed
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.resp.wire import Wire
+from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 64, 5000
@@ -384,6 +386,23 @@ def test_a_password_is_needed_and_never_shown(
         assert "sesame" not in repr(right)
         assert "sesame" not in caplog.text
         assert "127.0.0.1" in caplog.text
+
+
+def test_a_server_that_repeats_the_password_does_not_show_it(
+    tmp_path: Path, arena: HostArena, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So does one whose command AUTH has another name, and many a proxy."""
+    credentials = Credentials("a-user", "open-sesame")
+    with Server(tmp_path, "--rename-command", "AUTH", "LOGIN") as server:
+        for given in (Credentials("a-user"), credentials):
+            with patient(arena, server.url, NAMESPACE, credentials=given) as tier:
+                errors = [asked(tier.put(blocks(1), [0])).error for _ in range(3)]
+            assert all("unknown command" in str(error) for error in errors)
+        with pytest.raises(TransferError, match="unknown command") as raised:
+            count_blocks(server.url, credentials=credentials)
+    for each in (*errors, raised.value):
+        assert "sesame" not in "".join(traceback.format_exception(each))
+    assert "sesame" not in caplog.text
 
 
 def test_a_full_server_refuses_and_goes_on(tmp_path: Path, arena: HostArena) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.tiers.resp.simulated import Simulated, Words, refuses, sentinel_of, slots_of
+from tests.tiers.resp.simulated import Simulated, Words, bulk, refuses, sentinel_of, slots_of
 from tests.tiers.resp.small import BLOCKS, ended, get, key_of, opened, put
 from tests.tiers.setup import LONG_S
 
@@ -19,6 +19,9 @@ from kvstow.transfer import HostArena
 
 ALL_SLOTS = range(16384)
 _NO_HOST = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$64\r\n" + b"a" * 64 + b"\r\n:1\r\n"
+_NO_NAME = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$3\r\na\nb\r\n:1\r\n"
+_NO_PORT = b"*1\r\n*3\r\n:0\r\n:16383\r\n*2\r\n$1\r\na\r\n:65536\r\n"
+_TOO_MANY_RANGES = b"*16385\r\n" + 16385 * b"*3\r\n:0\r\n:0\r\n*2\r\n$1\r\na\r\n:1\r\n"
 _TOO_MANY = b"*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$1\r\na\r\n:1\r\n"
 
 
@@ -305,7 +308,11 @@ def test_keys_of_slots_that_no_server_has_fail_alone(
         (b"*1\r\n*2\r\n:0\r\n:5\r\n", "expected a list of servers"),
         (_TOO_MANY, "expected a list of servers"),
         (_NO_HOST, "its name cannot be looked up"),
+        (_NO_NAME, "expected a list of servers"),
+        (_NO_PORT, "expected a list of servers"),
+        (_TOO_MANY_RANGES, "expected a list of servers"),
         (b"*9999999\r\n", "an answer has 9999999 parts"),
+        (b"*99\r\n" + 9 * bulk(bytes(1 << 20)), "an answer has more than 8388608 bytes"),
         (b"*1\r\n" * 9 + b":1\r\n", "expected an answer"),
         (b"-NOPERM no permissions\r\n", "the access list refused a command"),
     ],

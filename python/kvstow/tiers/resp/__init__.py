@@ -1,11 +1,11 @@
 """A shared tier on a RESP server: Redis or Valkey, one, several, a cluster, or behind Sentinel.
 
-`address` reads URLs, `nodes` knows which server has a key, `wire` speaks to one server, `commands`
-says what is asked of it, and `health` which servers are left alone. `tier` has the queues and the
-threads. redis-py connects, and then the bytes go between the socket and the host slots without a
-copy.
+`address` reads URLs, `login` bounds what redis-py does when it connects, `nodes` knows which server
+has a key, `wire` speaks to one server, `commands` says what is asked of it, and `health` which
+servers are left alone. `tier` has the queues and the threads. redis-py connects, and then the bytes
+go between the socket and the host slots without a copy.
 
-May import: kvstow._core, kvstow.arguments, kvstow.tiers, kvstow.transfer.
+May import: kvstow._core, kvstow.arguments, kvstow.texts, kvstow.tiers, kvstow.transfer.
 """
 
 from kvstow.tiers.resp.address import Address, Credentials, Security

@@ -22,7 +22,7 @@ FORMS: Final = (
 PASSWORD_VARIABLE: Final = "KVSTOW_SHARED_PASSWORD"
 USERNAME_VARIABLE: Final = "KVSTOW_SHARED_USERNAME"
 _PORTS: Final = {"servers": 6379, "cluster": 6379, "sentinel": 26379}
-_MAX_PORT: Final = 65535
+MAX_PORT: Final = 65535
 _MAX_DATABASE_DIGITS: Final = 9
 
 
@@ -250,8 +250,8 @@ def _parse_one(url: str) -> Address:
     if is_socket:
         return Address("servers", (Node("", 0, found.path),))
     node = Node(_host(found), _PORTS[kinds[kind]] if port is None else port)
-    if not 1 <= node.port <= _MAX_PORT:
-        raise ConfigError(f"the port of {node} must be 1 to {_MAX_PORT}: name the server's port")
+    if not 1 <= node.port <= MAX_PORT:
+        raise ConfigError(f"the port of {node} must be 1 to {MAX_PORT}: name the server's port")
     service, database = _path(found, kinds[kind])
     return Address(kinds[kind], (node,), database, scheme == "rediss", service)
 

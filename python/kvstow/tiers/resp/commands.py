@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import row_digests
+from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
 from kvstow.tiers.sums import ArenaSums
@@ -23,6 +24,7 @@ from kvstow.tiers.ticket import Bools
 # The bytes of blocks that a server is asked for at once. It copies each value before it sends it:
 # more copies would leave its processor's caches before that. Fewer would let the network idle.
 _BYTES_AHEAD: Final = 512 << 10
+_MAX_DIGITS: Final = 20  # of the bytes of a server
 _ANSWER: Final = b":0\r\n"  # of EXISTS with one key, or 1 for 0
 
 Rows: TypeAlias = npt.NDArray[np.uint8]
@@ -141,7 +143,8 @@ def memory_policy(wire: Wire) -> tuple[str, int]:
     fields = {name: value for name, _, value in lines}
     num_bytes = fields.get(b"maxmemory", b"")
     policy = fields.get(b"maxmemory_policy", b"").decode("ascii", "replace")
-    return (policy, int(num_bytes)) if num_bytes.isdigit() else ("", 0)
+    is_number = num_bytes.isdigit() and len(num_bytes) <= _MAX_DIGITS
+    return (on_one_line(policy, MOST_OF_AN_ERROR), int(num_bytes)) if is_number else ("", 0)
 
 
 def contains(wire: Wire, part: Part) -> Generator[None]:

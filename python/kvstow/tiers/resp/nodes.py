@@ -24,13 +24,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from kvstow._core import ConfigError
-from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command, log_in_within
+from kvstow.tiers.resp.address import MAX_PORT, Address, Credentials, Node, Security
+from kvstow.tiers.resp.login import log_in_within
+from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command
 
 # Connecting takes several round trips. A job with less time than this connects for later ones.
 _MIN_CONNECT_S: Final = 0.25
 _ASK_AGAIN_S: Final = 1.0
 _NUM_SLOTS: Final = 16384
+_MAX_HOST_CHARACTERS: Final = 255
 
 
 class NoTime(Exception):
@@ -171,7 +173,6 @@ class Nodes:
 
     def _connect(self, node: Node, limit_s: float, options: dict[str, Any]) -> Wire:
         redis, options = self._redis, options | self._limits(limit_s)
-        options["redis_connect_func"] = log_in_within(options["socket_timeout"])
         if node.path:
             made: Any = redis.UnixDomainSocketConnection(path=node.path, **options)
         else:
@@ -185,9 +186,13 @@ class Nodes:
             why = "its name cannot be looked up, or it does not speak RESP"
             raise WireError(why) from error
 
-    def _limits(self, limit_s: float) -> dict[str, float]:
+    def _limits(self, limit_s: float) -> dict[str, Any]:
         limit_s = min(max(limit_s, _MIN_CONNECT_S), self._timeout_s)
-        return {"socket_timeout": limit_s, "socket_connect_timeout": limit_s}
+        return {
+            "socket_timeout": limit_s,
+            "socket_connect_timeout": limit_s,
+            "redis_connect_func": log_in_within(limit_s),
+        }
 
     def client(self, node: Node) -> Any:
         """Return a client of redis-py, for calls that may be slow."""
@@ -294,22 +299,37 @@ class Nodes:
             flags = set(master[b"flags"].split(b","))
             is_own = master[b"name"].decode("utf-8", "replace") == self.address.service
             if is_own and b"master" in flags and not flags & {b"s_down", b"o_down"}:
-                return Topology((Node(master[b"ip"].decode("ascii"), int(master[b"port"])),))
+                return Topology((_named(master[b"ip"].decode("ascii"), master[b"port"]),))
         return None
 
     def _slots(self, answer: Any, asked: Node) -> Topology:
         """Read the answer to CLUSTER SLOTS. A server without a name of its own is the one asked."""
         owners: list[Node | None] = [None] * _NUM_SLOTS
+        if len(answer) > _NUM_SLOTS:
+            raise ValueError(len(answer))
         for first, last, (host, port, *_), *_ in answer:
             if not 0 <= first <= last < _NUM_SLOTS:
                 raise ValueError(first, last)
-            owner = Node(host.decode("ascii") if host else asked.host, int(port))
+            owner = _named(host.decode("ascii") if host else asked.host, port)
             owners[first : last + 1] = [owner] * (last + 1 - first)
         servers = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
         if not servers:
             raise WireError("the cluster has given no slot to a server: run CLUSTER ADDSLOTS")
         key_slot = self._redis.crc.key_slot
         return Topology(servers, lambda key: owners[key_slot(key)])
+
+
+def _named(host: str, port: bytes | int) -> Node:
+    """Return a server that another one names. Messages show its name as it is.
+
+    Raises:
+        ValueError: no server has such a name.
+    """
+    node = Node(host, int(port))
+    is_short = len(host) <= _MAX_HOST_CHARACTERS
+    if not (host.isprintable() and is_short and 0 <= node.port <= MAX_PORT):
+        raise ValueError(node)
+    return node
 
 
 def _salt(node: Node) -> bytes:

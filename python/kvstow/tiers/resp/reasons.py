@@ -6,6 +6,7 @@ import re
 import ssl
 from typing import Final
 
+from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
 from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
 
 ACCESS: Final = (
@@ -52,7 +53,8 @@ def reason(error: BaseException) -> str:
     text = str(error)
     if no_master := _NO_MASTER.match(text):
         return _why_no_master(no_master["service"], _SENTINEL_ERROR.findall(no_master["errors"]))
-    return next((fix for sign, fix in _FIXES if sign in text), text)
+    shown = on_one_line(text, MOST_OF_AN_ERROR)
+    return next((fix for sign, fix in _FIXES if sign in text), shown)
 
 
 def _why_no_master(service: str, errors: list[str]) -> str:

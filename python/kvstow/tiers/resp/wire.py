@@ -16,7 +16,9 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Final, Protocol, TypeAlias
+
+from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
 
 Buffer: TypeAlias = bytes | memoryview
 Answer: TypeAlias = "bytes | int | list[Answer] | Refusal | None"
@@ -27,7 +29,7 @@ _VALUE_AHEAD_BYTES: Final = 128
 _MAX_LINE_BYTES: Final = 4 << 10
 _MAX_SIZE_DIGITS: Final = 19
 # No list of servers is longer, or has more lists in one another.
-_MAX_ANSWER_BYTES: Final = 1 << 20
+_MAX_ANSWER_BYTES: Final = 8 << 20
 _MAX_DEPTH: Final = 6
 # Linux takes 1,024 parts in one call.
 _MAX_PARTS: Final = 1024
@@ -36,8 +38,6 @@ _BYTES_PER_CALL: Final = 256 << 10
 # The system refuses a wait of centuries. A wait of 0 would be one without an end.
 _MAX_TIMEOUT_S: Final = 86400.0
 _MIN_TIMEOUT_S: Final = 0.001
-# A login, the name and the version of redis-py, and the database.
-_LOGIN_STEPS: Final = 4
 _TIMEVAL: Final = struct.Struct("@ll")
 
 
@@ -54,7 +54,7 @@ class Refusal(Exception):
 
     def __init__(self, line: bytes) -> None:
         """Take the answer."""
-        text = line.decode("ascii", "replace")
+        text = on_one_line(line.decode("ascii", "replace"), MOST_OF_AN_ERROR)
         super().__init__(text)
         self.code = text.partition(" ")[0]
 
@@ -67,53 +67,6 @@ class Connects(Protocol):
 
     def disconnect(self) -> None:
         """Close the socket."""
-
-
-class _Bounded:
-    """A socket for redis-py that waits up to a time, however many single bytes arrive meanwhile."""
-
-    def __init__(self, own: socket.socket, limit_s: float) -> None:
-        self._own, self._limit_s = own, limit_s
-        self._until_s = time.monotonic() + _LOGIN_STEPS * limit_s
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
-
-    def recv(self, num_bytes: int) -> bytes:
-        self._let_wait()
-        return self._own.recv(num_bytes)
-
-    def recv_into(self, buffer: bytearray) -> int:  # if hiredis is installed
-        self._let_wait()
-        return self._own.recv_into(buffer)
-
-    def _let_wait(self) -> None:
-        left_s = self._until_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the server did not answer in time")
-        self._own.settimeout(min(left_s, self._limit_s))
-
-
-def log_in_within(limit_s: float) -> Callable[[Any], None]:
-    """Return how a connection of redis-py logs in, for its option `redis_connect_func`.
-
-    By itself redis-py waits that long for each piece of an answer. If single bytes drip in, it
-    waits for ever.
-
-    Args:
-        limit_s: the most seconds for each step.
-    """
-
-    def log_in(connection: Any) -> None:
-        own = connection._sock
-        connection._sock = _Bounded(own, limit_s)
-        try:
-            connection.on_connect()
-        finally:
-            if connection._sock is not None:  # it is None after an error that closed it
-                connection._sock = own
-
-    return log_in
 
 
 class Wire:
@@ -138,6 +91,7 @@ class Wire:
         self._ahead = memoryview(self._buffer)
         self._begin = self._end = 0
         self._until_s = 0.0
+        self._answer_bytes = 0
 
     def close(self) -> None:
         """Close the connection."""
@@ -207,7 +161,7 @@ class Wire:
             return ""
         # Answers to puts, and nothing of a block's bytes.
         first = next((line for line in said.split(b"\r\n") if line != b"+OK"), b"")
-        return f" ({first[1:200].decode('ascii', 'replace')})" if first.startswith(b"-") else ""
+        return f" ({Refusal(first[1:])})" if first.startswith(b"-") else ""
 
     def _receive_now(self, num_bytes: int) -> bytes:
         """Return bytes that have arrived. Raises instead of waiting for the first one."""
@@ -332,6 +286,7 @@ class Wire:
     def answer(self, depth: int = 0) -> Answer:
         """Return an answer of any kind that is no block, such as a list of servers."""
         line = self._line()
+        self._bound_answer(len(line), is_first=not depth)
         kind, rest = line[:1], line[1:]
         if kind == b"+":
             return rest
@@ -349,10 +304,17 @@ class Wire:
             return None
         if kind == b"*":
             return [self.answer(depth + 1) for _ in range(num)]
+        self._bound_answer(num)
         text = bytearray(num)
         self.into(memoryview(text))
         self.end_bulk()
         return bytes(text)
+
+    def _bound_answer(self, num_bytes: int, *, is_first: bool = False) -> None:
+        """Count the bytes of an answer with all of its parts, before they take memory."""
+        self._answer_bytes = num_bytes if is_first else self._answer_bytes + num_bytes
+        if self._answer_bytes > _MAX_ANSWER_BYTES:
+            raise WireError(f"an answer has more than {_MAX_ANSWER_BYTES} bytes")
 
 
 def _shown(line: bytes) -> str:

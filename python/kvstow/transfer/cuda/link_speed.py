@@ -153,7 +153,7 @@ def _read(file: FilePath) -> LinkSpeed | None:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         speed = LinkSpeed(**{field.name: float(content[field.name]) for field in fields(LinkSpeed)})
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ArithmeticError, KeyError, OSError, RecursionError, TypeError, ValueError):
         return None
     return speed if all(0 < value < float("inf") for value in asdict(speed).values()) else None
 

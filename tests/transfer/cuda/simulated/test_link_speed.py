@@ -71,7 +71,18 @@ def test_each_device_and_driver_is_measured_once(
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{}", "[]", "3", '{"store_bytes_per_s": 1}', "full of zeros", "negative"]
+    "content",
+    [
+        "",
+        "{}",
+        "[]",
+        "3",
+        "[" * 100_000,
+        '{"store_bytes_per_s": 1}',
+        '{"store_bytes_per_s": 1' + 400 * "0" + "}",
+        "full of zeros",
+        "negative",
+    ],
 )
 def test_unusable_cache_file_is_written_again(
     runtime: CudaRuntime, folder: Path, measured: list[str], content: str

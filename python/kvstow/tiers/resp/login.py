@@ -1,0 +1,103 @@
+"""The login of redis-py: it ends in time, in bounded memory, and no error repeats the password."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+# A login, the name and the version of redis-py, and the database.
+_STEPS: Final = 4
+# No answer to these is longer than a line.
+_MAX_BYTES: Final = 64 << 10
+
+
+class _Bounded:
+    """A socket for redis-py that waits up to a time, however many single bytes arrive meanwhile."""
+
+    def __init__(self, own: socket.socket, limit_s: float) -> None:
+        self._own, self._limit_s = own, limit_s
+        self._until_s = time.monotonic() + _STEPS * limit_s
+        self._num_left: float = _MAX_BYTES
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def recv(self, num_bytes: int) -> bytes:
+        self._let_wait()
+        received = self._own.recv(num_bytes)
+        self._count(len(received))
+        return received
+
+    def recv_into(self, buffer: bytearray) -> int:  # if hiredis is installed
+        self._let_wait()
+        num_bytes = self._own.recv_into(buffer)
+        self._count(num_bytes)
+        return num_bytes
+
+    def end_login(self) -> None:
+        """Become like the socket, because redis-py's parser keeps this object."""
+        self._until_s = self._num_left = math.inf
+        self._own.settimeout(self._limit_s)
+
+    def _let_wait(self) -> None:
+        if self._until_s == math.inf:
+            return
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the server did not answer in time")
+        self._own.settimeout(min(left_s, self._limit_s))
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_left -= num_bytes
+        if self._num_left < 0:
+            raise ValueError("the server answers a login with more than 64 KiB")
+
+
+def log_in_within(limit_s: float) -> Callable[[Any], None]:
+    """Return how a connection of redis-py logs in, for its option `redis_connect_func`.
+
+    By itself redis-py waits that long for each piece of an answer. If single bytes drip in, it
+    waits for ever. It also keeps all of an answer that has no end.
+
+    Args:
+        limit_s: the most seconds for each step.
+    """
+
+    def log_in(connection: Any) -> None:
+        own = connection._sock
+        connection._sock = bounded = _Bounded(own, limit_s)
+        try:
+            connection.on_connect()
+        except Exception as error:
+            _hide_password(error, connection.credential_provider)
+            raise
+        else:
+            bounded.end_login()
+        finally:
+            if connection._sock is not None:  # it is None after an error that closed it
+                connection._sock = own
+
+    return log_in
+
+
+def _hide_password(error: BaseException, credentials: Any) -> None:
+    """Remove the password from an error of a login, and from what led to it.
+
+    A server that does not know AUTH says what it was given: "unknown command `AUTH`, with args
+    beginning with: ...".
+    """
+    sent = credentials.get_credentials() if credentials is not None else ()
+    password = sent[-1] if sent else ""
+    seen: set[int] = set()
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        text = str(cause).partition(", with args beginning with")[0]
+        if password:
+            text = text.replace(password, "***")
+        if text != str(cause):
+            cause.args = (text,)
+        cause = cause.__cause__ or cause.__context__
