@@ -233,6 +233,7 @@ def test_request_recomputes_after_a_failed_load_and_the_next_one_loads() -> None
         assert it.engine.poll() == Landed([], ["again"], 0, 0)
         assert it.engine.tables("again")[0].size == 0, "it still holds blocks"
 
+        it.engine.preempt("again")  # it holds nothing to give up
         again = it.admit("again", [*DOCUMENT, 91])
         assert (again.state, again.num_external_tokens, again.num_new_tokens) == (RUNS, 0, 17)
         it.compute("again", [*DOCUMENT, 91])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.engine.sleep_world import WHO, FailingMover, prompt, state, world
+from tests.interrupts import is_interrupted
 
 from kvstow import (
     HOST,
@@ -153,6 +154,27 @@ def test_files_have_the_version_that_the_last_reset_named(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="weights_version is '1', but the last reset"):
             it.engine.restart(old, after=READY, **one)
         it.engine.restart(new, after=READY, **two)
+
+
+def test_reset_that_is_interrupted_gives_old_blocks_no_new_name(tmp_path: Path) -> None:
+    new: dict[str, Any] = {"identity": "a", "weights_version": "2", "to": tmp_path / "new"}
+    is_cut_short, line = True, -1
+    while is_cut_short:
+        line += 2
+        with world() as it:
+            it.engine.reset(weights_version="1")
+            it.run("writer", prompt(1, 9))
+            it.settle()
+            it.engine.finish("writer")
+            is_cut_short = is_interrupted(lambda: it.engine.reset(weights_version="2"), line)
+            if it.engine._weights_version != "2":
+                with pytest.raises(
+                    ConfigError, match=r"weights '1'; pass|short; call reset again$"
+                ):
+                    it.sleep(**new)
+                it.engine.reset(weights_version="2")
+            it.sleep(**new)
+    assert line > 20, "the reset was interrupted at some of its lines only"
 
 
 def test_blocks_keep_the_version_that_they_came_with(tmp_path: Path) -> None:
