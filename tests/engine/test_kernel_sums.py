@@ -63,6 +63,9 @@ def test_verified_loads_take_what_the_disk_has_brought(tmp_path: Path, per_slot:
         fall_off(it)
         assert serve(it, "reader", DOCUMENT) == num_whole
         assert it.engine.stats()["damaged_blocks"] == 0
+        disk = it.engine._copies.disk
+        assert disk is not None
+        assert not disk._kernel_sums._jobs, "it keeps jobs that have ended"
     with world(tmp_path / "disk", mover=SummingMover, **sizes) as it:
         assert serve(it, "after a restart", DOCUMENT) == num_whole
 
