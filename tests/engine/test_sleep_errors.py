@@ -19,9 +19,9 @@ from kvstow import (
     TransferError,
 )
 from kvstow.engine import snapshot_file
-from kvstow.transfer import (
-    READY,
-)
+from kvstow.engine.sleep import _finish
+from kvstow.transfer import READY, BlockLayout, HostArena
+from kvstow.transfer.ticket import HostTicket
 
 # -- refusals ----------------------------------------------------------------------------------
 
@@ -49,7 +49,13 @@ def test_sleep_changes_nothing_if_the_host_is_too_small() -> None:
 def test_failed_copies_leave_the_engine_as_it_was(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with world(ranks=ranks, mover=FailingMover) as it:
+    movers: list[FailingMover] = []
+
+    def make(layout: BlockLayout, arena: HostArena) -> FailingMover:
+        movers.append(FailingMover(layout, arena))
+        return movers[-1]
+
+    with world(ranks=ranks, mover=make) as it:
         it.run("a", prompt(1, 18))
         it.settle()
         before = state(it.engine)
@@ -63,9 +69,22 @@ def test_failed_copies_leave_the_engine_as_it_was(
         for _ in range(2):
             with pytest.raises(TransferError, match=r"could not be loaded.*no load today"):
                 it.wake()
+        assert all(mover.is_closed for mover in movers), "of the sleeping engine, or of no use"
         monkeypatch.setattr(FailingMover, "fails", "")
         it.wake()
         it.check()
+
+
+def test_no_copy_goes_on_after_another_has_failed() -> None:
+    class Slow(HostTicket):
+        def wait(self, timeout_s: float | None = None) -> None:
+            self.end(None)
+
+    failed, slow = HostTicket(), Slow()
+    failed.end(TransferError("no store today"))
+    with pytest.raises(TransferError, match="could not be stored: no store today"):
+        _finish([[failed], [slow]], "stored")
+    assert slow.poll(), "it would write into slots that are released"
 
 
 def test_engine_is_awake_without_copies_after_sleep_was_interrupted() -> None:
