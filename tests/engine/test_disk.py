@@ -127,6 +127,18 @@ def test_close_writes_blocks_that_are_due(
         assert it.engine.stats()["disk_resident_blocks"] == 4
 
 
+def test_close_writes_what_was_stored_since_the_last_poll(tmp_path: Path) -> None:
+    it = World(17, NUM_HOST, mover=mover_for, disk=slot_file(tmp_path / "disk"),
+               disk_options=options())  # fmt: skip
+    with it.engine:
+        assert it.admit("writer", DOCUMENT).state is RUNS
+        it.compute("writer", DOCUMENT)
+        for transfer in it.engine.transfers:
+            transfer.wait()
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 4
+
+
 def test_file_of_another_model_is_refused(tmp_path: Path) -> None:
     with world(tmp_path / "disk") as it:
         assert serve(it, "writer", DOCUMENT) == 0

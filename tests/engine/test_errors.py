@@ -279,6 +279,18 @@ def test_expire_leaves_late_stores_to_poll() -> None:
         assert (found.failed, found.num_failed_stores) == (["gave up"], 1)
 
 
+def test_engine_with_a_copy_in_flight_takes_no_file() -> None:
+    with world() as it:
+        it.put_on_the_host(DOCUMENT)
+        it.admit("one", [*DOCUMENT, 91])
+        it.engine.finish("one")
+        it.engine.reset()
+        with pytest.raises(StateError, match="restart one that was just built"):
+            it.engine.restart("file", after=READY, identity="m", weights_version="1")
+        it.mover.loads[0].land()
+        it.engine.poll()
+
+
 # -- damaged slots -----------------------------------------------------------------------------
 
 
