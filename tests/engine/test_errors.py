@@ -261,6 +261,7 @@ def test_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
         assert it.engine.poll().num_stored_blocks == 4
         it.mover.stores[0].land()
         assert it.engine.poll() == NOTHING
+        assert not it.engine._copies._late | it.engine._copies._unpinned
         it.engine.finish("two")
         assert it.engine.ledger.pool.num_free == 8
 

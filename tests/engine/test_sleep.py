@@ -366,6 +366,7 @@ def test_store_that_released_its_blocks_can_still_time_out() -> None:
         it.sleep(timeout_s=0.01)
         it.wake()
         assert it.engine.poll().num_failed_stores == 1
+        assert not it.engine._copies._unpinned
         it.engine.check()
         it.engine.finish("a")
         assert it.engine.ledger.pool.num_free == 23
