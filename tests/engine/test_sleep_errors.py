@@ -20,7 +20,7 @@ from kvstow import (
 )
 from kvstow.engine import snapshot_file
 from kvstow.engine.sleep import _finish
-from kvstow.transfer import READY, BlockLayout, HostArena
+from kvstow.transfer import READY, BlockLayout, HostArena, HostMover
 from kvstow.transfer.ticket import HostTicket
 
 # -- refusals ----------------------------------------------------------------------------------
@@ -85,6 +85,30 @@ def test_no_copy_goes_on_after_another_has_failed() -> None:
     with pytest.raises(TransferError, match="could not be stored: no store today"):
         _finish([[failed], [slow]], "stored")
     assert slow.poll(), "it would write into slots that are released"
+
+
+def test_engine_goes_on_if_a_mover_cannot_be_closed_for_its_sleep() -> None:
+    class Stuck(HostMover):
+        is_stuck = False
+
+        def close(self) -> None:
+            super().close()
+            if Stuck.is_stuck:
+                raise TransferError("no close today")
+
+    with world(mover=Stuck) as it:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        Stuck.is_stuck = True
+        with pytest.raises(TransferError, match="no close today"):
+            it.engine.sleep(after=READY)
+        Stuck.is_stuck = False
+        it.engine.poll()
+        num_bytes = it.engine.stats()["stored_bytes"]
+        it.go_on("a", 6)
+        it.settle()
+        assert it.engine.stats()["stored_bytes"] > num_bytes, "its movers are closed"
+        it.check()
 
 
 def test_engine_is_awake_without_copies_after_sleep_was_interrupted() -> None:
