@@ -174,6 +174,10 @@ class FailingMover(HostMover):
 
     fails: str = ""
 
+    @property
+    def is_closed(self) -> bool:
+        return not self._stop.alive
+
     def store(self, block_ids: Ints, host_slots: Ints, *, after: Event) -> Ticket:
         if FailingMover.fails == "store":
             raise TransferError("no store today")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.disk_world import (
+    NUM_HOST,
     OTHER,
     PAGE,
     fall_off,
@@ -44,8 +45,9 @@ from kvstow import (
 from kvstow.observability import BlockEvent
 from kvstow.tiers import SlotFile, SlotFileMismatch, SlotTier
 from kvstow.tiers.files import Buffers
+from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.slot_index import SlotRecords
-from kvstow.transfer import READY, BlockLayout
+from kvstow.transfer import READY, BlockLayout, mover_for
 
 WHO: dict[str, Any] = {"identity": "m", "weights_version": "1"}
 
@@ -95,19 +97,44 @@ def test_blocks_that_fell_off_the_host_come_back_from_the_disk(tmp_path: Path) -
 
 
 def test_new_engine_finds_on_the_disk_what_another_one_left(tmp_path: Path) -> None:
-    with world(tmp_path / "disk") as it:
+    with world(tmp_path / "disk", disk_options=options(max_blocks_in_flight=1)) as it:
         assert serve(it, "writer", DOCUMENT) == 0
     with world(tmp_path / "disk") as it:
         assert it.engine.stats()["disk_resident_blocks"] == 4
         assert serve(it, "reader", DOCUMENT) == len(DOCUMENT) - BLOCK
         num_written = it.engine.stats()["demoted_blocks"]
         assert num_written == 0, "a block that is there is not written again"
+        disk = it.engine._copies.disk
+        assert disk is not None
+        before = disk._records()[0].sequences.max()
+        assert serve(it, "newer", OTHER[:16]) == 0
+        assert np.count_nonzero(disk._records()[0].sequences > before) == 4
 
 
-def test_close_writes_blocks_that_are_due(tmp_path: Path) -> None:
-    with world(tmp_path / "disk", disk_options=options(max_write_bytes_per_s=1)) as it:
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_close_writes_blocks_that_are_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    slowly = options(max_write_bytes_per_s=1, max_blocks_in_flight=1)
+    file = slot_file(tmp_path / "disk")
+    it = World(17, NUM_HOST, mover=mover_for, disk=file, disk_options=slowly)
+    with it.engine:
         assert serve(it, "writer", DOCUMENT) == 0
         assert it.engine.stats()["demoted_blocks"] <= 1, "the rate holds most back"
+        if is_slow:  # a write takes longer than the engine waits at a time
+            monkeypatch.setattr(TierRunner, "wait", lambda *_: None)
+    with world(tmp_path / "disk") as it:
+        assert it.engine.stats()["disk_resident_blocks"] == 4
+
+
+def test_close_writes_what_was_stored_since_the_last_poll(tmp_path: Path) -> None:
+    it = World(17, NUM_HOST, mover=mover_for, disk=slot_file(tmp_path / "disk"),
+               disk_options=options())  # fmt: skip
+    with it.engine:
+        assert it.admit("writer", DOCUMENT).state is RUNS
+        it.compute("writer", DOCUMENT)
+        for transfer in it.engine.transfers:
+            transfer.wait()
     with world(tmp_path / "disk") as it:
         assert it.engine.stats()["disk_resident_blocks"] == 4
 

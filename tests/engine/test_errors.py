@@ -261,6 +261,7 @@ def test_late_store_is_reported_once_and_its_blocks_stay_pinned() -> None:
         assert it.engine.poll().num_stored_blocks == 4
         it.mover.stores[0].land()
         assert it.engine.poll() == NOTHING
+        assert not it.engine._copies._late | it.engine._copies._unpinned
         it.engine.finish("two")
         assert it.engine.ledger.pool.num_free == 8
 
@@ -271,10 +272,24 @@ def test_expire_leaves_late_stores_to_poll() -> None:
         it.admit("one", [*DOCUMENT, 91])
         it.admit("two", OTHER)
         it.compute("two", OTHER)
+        it.engine._state.unreported.failed.append("gave up")  # as a call that raised leaves it
+        it.engine.add("gave up", [])
         it.now_s = 6.0
         assert it.engine.expire() == ["one"]
         found = it.engine.poll()
-        assert (found.failed, found.num_failed_stores) == ([], 1)
+        assert (found.failed, found.num_failed_stores) == (["gave up"], 1)
+
+
+def test_engine_with_a_copy_in_flight_takes_no_file() -> None:
+    with world() as it:
+        it.put_on_the_host(DOCUMENT)
+        it.admit("one", [*DOCUMENT, 91])
+        it.engine.finish("one")
+        it.engine.reset()
+        with pytest.raises(StateError, match="restart one that was just built"):
+            it.engine.restart("file", after=READY, identity="m", weights_version="1")
+        it.mover.loads[0].land()
+        it.engine.poll()
 
 
 # -- damaged slots -----------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from kvstow import (
     FullAttention,
     Hashes,
     Landed,
+    OutOfBlocks,
     SlidingWindow,
     StateError,
     TransferError,
@@ -233,6 +234,7 @@ def test_request_recomputes_after_a_failed_load_and_the_next_one_loads() -> None
         assert it.engine.poll() == Landed([], ["again"], 0, 0)
         assert it.engine.tables("again")[0].size == 0, "it still holds blocks"
 
+        it.engine.preempt("again")  # it holds nothing to give up
         again = it.admit("again", [*DOCUMENT, 91])
         assert (again.state, again.num_external_tokens, again.num_new_tokens) == (RUNS, 0, 17)
         it.compute("again", [*DOCUMENT, 91])
@@ -418,6 +420,16 @@ def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
         assert it.admit("third", list(range(80, 97))).state is NO_ROOM
         assert it.engine.step(["other"], [4]).num_granted == 1
         assert it.engine.computed(["other"], [24], after=READY) is not None
+
+
+def test_host_keeps_no_hit_of_a_request_that_can_never_have_its_reserve() -> None:
+    with world(num_device_blocks=9, num_host_blocks=4) as it:
+        it.put_on_the_host(DOCUMENT)
+        it.admit("other", list(range(50, 70)))
+        it.engine.add("again", hash_tokens(DOCUMENT, BLOCK))
+        with pytest.raises(OutOfBlocks, match="needs 9 blocks now, 5 of them in reserve"):
+            it.engine.admit("again", 17, 1000, after=READY, reserve=5)
+        assert it.engine.computed(["other"], [20], after=READY) is not None
 
 
 def test_a_block_that_is_hashed_twice_is_refused() -> None:

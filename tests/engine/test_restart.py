@@ -68,7 +68,11 @@ def test_restart_without_requests_warms_the_host_only(tmp_path: Path) -> None:
     path = tmp_path / "image"
     put_to_sleep(path)
     with world() as it:
+        [arena], [mover] = it.engine.arenas, it.engine.movers
         awake = it.engine.restart(path, after=READY, **WHO)
+        assert arena.closed
+        with pytest.raises(StateError, match="HostMover is closed"):
+            mover.store([1], [1], after=READY)
         assert (len(awake.old_ids), it.engine.ledger.num_requests) == (0, 0)
         it.engine.check()
         assert it.engine.ledger.pool.num_free == 23

@@ -24,13 +24,14 @@ from tests.engine.disk_world import (
     slot_file,
 )
 from tests.engine.disk_world import options as disk_options
-from tests.engine.world import BLOCK, DOCUMENT, RUNS, World
+from tests.engine.world import BLOCK, DOCUMENT, PENDING, RUNS, World
 from tests.forks import in_child
 from tests.tiers.resp.server import Server, free_port
 from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, SharedOptions, StateError, TransferError
 from kvstow.engine.shared import Shared
+from kvstow.engine.state import Request
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout
@@ -183,12 +184,16 @@ def test_engines_that_name_their_new_weights_share_again(server: Server) -> None
     new = {"weights_version": "2"}
     with world(server.url) as a, world(server.url) as b:
         assert serve(a, "writer", DOCUMENT) == 0
+        other = list(range(300, 316))
+        assert a.admit("asks", other).state is PENDING
         for it in (a, b):
             it.engine.reset(weights_version="2")
             settle(it)
             forget_device(it)
         assert serve(b, "first", DOCUMENT) == 0, "a block of version 1 was served"
         assert serve(a, "second", DOCUMENT) == NUM_WHOLE
+        assert serve(b, "writer", other) == 0
+        assert serve(a, "asks", other) == NUM_WHOLE, "it asks again after a reset"
         with world(server.url, shared_options=options(**new)) as late:
             assert serve(late, "third", DOCUMENT) == NUM_WHOLE
         # Without a name, an engine is alone.
@@ -264,6 +269,11 @@ def test_each_request_asks_once(server: Server) -> None:
             assert serve(b, "one name", prompt) == NUM_WHOLE
         assert stat(b, "shared_asked_blocks") == 3 * NUM_WHOLE // BLOCK
         assert stat(b, "shared_questions") == 3
+        disk = b.engine._copies.disk
+        assert isinstance(disk, Shared)
+        disk._asked |= {f"gone {at}": (Request(0), None) for at in range(20)}
+        serve(b, "another name", list(range(400, 409)))
+        assert set(disk._asked) <= {"another name"}, "it remembers requests that are gone"
 
 
 def test_questions_that_a_failed_store_is_spared_count_as_questions_and_as_failed(

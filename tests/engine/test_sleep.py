@@ -219,6 +219,25 @@ def test_events_report_blocks_that_only_the_device_cached_as_removed() -> None:
         assert event.block_hashes == hashes[2:]  # type: ignore[union-attr]
 
 
+def test_events_report_the_blocks_of_requests_as_removed_without_preserve() -> None:
+    with world(events=True) as it:
+        it.run("a", prompt(1, 9))
+        it.engine.take_events()
+        it.sleep(preserve=False)
+        removed = [one for one in it.engine.take_events() if one.medium == "GPU"]
+        found = [digest for one in removed for digest in one.block_hashes]  # type: ignore[union-attr]
+        assert sorted(found) == sorted(hash_tokens(prompt(1, 8), BLOCK))
+
+
+def test_sleep_that_copies_nothing_waits_for_the_compute() -> None:
+    event = HostEvent()
+    event.set(RuntimeError("the step has crashed"))
+    with world() as it:
+        with pytest.raises(TransferError, match="the step has crashed"):
+            it.sleep(after=event, preserve=False)
+        it.sleep(preserve=False)
+
+
 # -- copies in flight --------------------------------------------------------------------------
 
 
@@ -347,6 +366,7 @@ def test_store_that_released_its_blocks_can_still_time_out() -> None:
         it.sleep(timeout_s=0.01)
         it.wake()
         assert it.engine.poll().num_failed_stores == 1
+        assert not it.engine._copies._unpinned
         it.engine.check()
         it.engine.finish("a")
         assert it.engine.ledger.pool.num_free == 23

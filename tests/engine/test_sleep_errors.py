@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.engine.sleep_world import WHO, FailingMover, prompt, state, world
+from tests.interrupts import is_interrupted
 
 from kvstow import (
     HOST,
@@ -18,9 +19,9 @@ from kvstow import (
     TransferError,
 )
 from kvstow.engine import snapshot_file
-from kvstow.transfer import (
-    READY,
-)
+from kvstow.engine.sleep import _finish
+from kvstow.transfer import READY, BlockLayout, HostArena, HostMover
+from kvstow.transfer.ticket import HostTicket
 
 # -- refusals ----------------------------------------------------------------------------------
 
@@ -48,7 +49,13 @@ def test_sleep_changes_nothing_if_the_host_is_too_small() -> None:
 def test_failed_copies_leave_the_engine_as_it_was(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with world(ranks=ranks, mover=FailingMover) as it:
+    movers: list[FailingMover] = []
+
+    def make(layout: BlockLayout, arena: HostArena) -> FailingMover:
+        movers.append(FailingMover(layout, arena))
+        return movers[-1]
+
+    with world(ranks=ranks, mover=make) as it:
         it.run("a", prompt(1, 18))
         it.settle()
         before = state(it.engine)
@@ -62,8 +69,45 @@ def test_failed_copies_leave_the_engine_as_it_was(
         for _ in range(2):
             with pytest.raises(TransferError, match=r"could not be loaded.*no load today"):
                 it.wake()
+        assert all(mover.is_closed for mover in movers), "of the sleeping engine, or of no use"
         monkeypatch.setattr(FailingMover, "fails", "")
         it.wake()
+        it.check()
+
+
+def test_no_copy_goes_on_after_another_has_failed() -> None:
+    class Slow(HostTicket):
+        def wait(self, timeout_s: float | None = None) -> None:
+            self.end(None)
+
+    failed, slow = HostTicket(), Slow()
+    failed.end(TransferError("no store today"))
+    with pytest.raises(TransferError, match="could not be stored: no store today"):
+        _finish([[failed], [slow]], "stored")
+    assert slow.poll(), "it would write into slots that are released"
+
+
+def test_engine_goes_on_if_a_mover_cannot_be_closed_for_its_sleep() -> None:
+    class Stuck(HostMover):
+        is_stuck = False
+
+        def close(self) -> None:
+            super().close()
+            if Stuck.is_stuck:
+                raise TransferError("no close today")
+
+    with world(mover=Stuck) as it:
+        it.run("a", prompt(1, 18))
+        it.settle()
+        Stuck.is_stuck = True
+        with pytest.raises(TransferError, match="no close today"):
+            it.engine.sleep(after=READY)
+        Stuck.is_stuck = False
+        it.engine.poll()
+        num_bytes = it.engine.stats()["stored_bytes"]
+        it.go_on("a", 6)
+        it.settle()
+        assert it.engine.stats()["stored_bytes"] > num_bytes, "its movers are closed"
         it.check()
 
 
@@ -153,6 +197,27 @@ def test_files_have_the_version_that_the_last_reset_named(tmp_path: Path) -> Non
         with pytest.raises(ConfigError, match="weights_version is '1', but the last reset"):
             it.engine.restart(old, after=READY, **one)
         it.engine.restart(new, after=READY, **two)
+
+
+def test_reset_that_is_interrupted_gives_old_blocks_no_new_name(tmp_path: Path) -> None:
+    new: dict[str, Any] = {"identity": "a", "weights_version": "2", "to": tmp_path / "new"}
+    is_cut_short, line = True, -1
+    while is_cut_short:
+        line += 2
+        with world() as it:
+            it.engine.reset(weights_version="1")
+            it.run("writer", prompt(1, 9))
+            it.settle()
+            it.engine.finish("writer")
+            is_cut_short = is_interrupted(lambda: it.engine.reset(weights_version="2"), line)
+            if it.engine._weights_version != "2":
+                with pytest.raises(
+                    ConfigError, match=r"weights '1'; pass|short; call reset again$"
+                ):
+                    it.sleep(**new)
+                it.engine.reset(weights_version="2")
+            it.sleep(**new)
+    assert line > 20, "the reset was interrupted at some of its lines only"
 
 
 def test_blocks_keep_the_version_that_they_came_with(tmp_path: Path) -> None:

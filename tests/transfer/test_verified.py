@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import time
 import zlib
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ from kvstow.transfer import (
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import DamagedSlots
+from kvstow.transfer.verified import have_device_sums
 
 NUM_BLOCKS, BLOCK_BYTES, NUM_SLOTS = 8, 300, 6
 
@@ -171,6 +173,24 @@ def test_store_that_ends_before_its_sum_is_recorded_holds_nothing(
         mover.load([3], [4], after=READY).wait(10)
 
 
+def test_slot_holds_nothing_while_a_second_store_overwrites_it(
+    mover: VerifiedMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_and_sum, found = HostMover.copy_and_sum, []
+
+    def spy(self: HostMover, block_ids: Index, host_slots: Index) -> object:
+        found.append(int(self.arena.checksums[host_slots[0]]))
+        return copy_and_sum(self, block_ids, host_slots)
+
+    monkeypatch.setattr(HostMover, "copy_and_sum", spy)
+    events = HostEvent(), HostEvent()
+    tickets = [mover.store([at], [3], after=event) for at, event in enumerate(events, 1)]
+    for ticket, event in zip(tickets, events, strict=True):
+        event.set()
+        ticket.wait(10)
+    assert found == [-1, -1]
+
+
 def test_sums_of_stores_are_those_of_the_slots(mover: VerifiedMover) -> None:
     slots = np.array([5, 0, 2])
     mover.arena.slots[:, BLOCK_BYTES:] = 9
@@ -246,3 +266,22 @@ def test_proven_slot_gets_the_sum_that_the_kernels_would_record(
             mover.load([4, 2], [1, 2], after=READY).wait(10)
         assert is_known.tolist() == [0, 0, 1, 0, 1, 0]
         assert sums[[2, 4]].tolist() == checksum(arena.slots[[2, 4], :BLOCK_BYTES]).tolist()
+        slots, sizes = np.array([0, 2, 4]), [BLOCK_BYTES] * 3
+        arena.slots[4, 0] ^= 1
+        sound = have_device_sums(arena, slots, sizes)
+        assert sound.tolist() == [True, True, False], "no kernel knows slot 0"
+
+
+def test_slot_that_is_damaged_after_its_proof_is_named(
+    device: np.ndarray[tuple[int, int], np.dtype[np.uint8]],
+) -> None:
+    layout, event = BlockLayout.from_arrays([device]), HostEvent()
+    with HostArena(NUM_SLOTS, BLOCK_BYTES) as arena:
+        filled(arena)
+        with ProvingMover(VerifiedMover(HostMover(layout, arena))) as mover:
+            ticket = mover.load([1], [2], after=event)
+            while arena.unproven is not None and arena.unproven[1]:
+                time.sleep(0.001)
+            arena.slots[1, 0] ^= 1
+            event.set()
+            assert outcome([ticket], [1]) == [False]

@@ -208,7 +208,8 @@ class Engine(Closing):
             built.pop_all()
         self._state = State(blueprint, ledger, scheduler, ranks)
         self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s, opened)
-        # As the last reset, wake or restart has named the weights, if it has.
+        # As the last reset, wake or restart has named the weights, if it has. "" after a reset that
+        # was cut short.
         self._weights_version: str | None = None
         self._attach_disk()
 
@@ -592,7 +593,7 @@ class Engine(Closing):
             disk.check_is_new(weights_version)
         # The device comes first. If an interrupt cuts this short, a tier below the host has not had
         # the new name yet, so that the caller may try again.
-        self._weights_version = None
+        self._weights_version = ""  # no file may have a name before all blocks are gone
         state.make_stale()
         if not state.pool.reset():
             state.pool.evict(np.arange(1, state.pool.num_blocks))
@@ -911,11 +912,12 @@ class Engine(Closing):
         disk, named = self._copies.disk, self._weights_version
         if disk is not None:
             disk.check_is_of(identity, weights_version, in_file=in_file)
-        elif (in_file or weights_version) and named not in (None, weights_version):
-            raise ConfigError(
-                f"weights_version is {weights_version!r}, but the last reset, wake or restart has "
-                f"named the weights {named!r}; pass that name, or reset with that of new weights"
-            )
+        elif weights_version and named not in (None, weights_version):
+            problem = "the last reset was cut short; call reset again"
+            if named:
+                problem = f"the last reset, wake or restart has named the weights {named!r}; pass "
+                problem += "that name, or reset with that of new weights"
+            raise ConfigError(f"weights_version is {weights_version!r}, but {problem}")
 
     def _check_running(self, request_ids: Sequence[str]) -> None:
         recover(self._state, self._copies)

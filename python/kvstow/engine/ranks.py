@@ -120,8 +120,7 @@ class Ranks:
         call_all([mover.close for mover in self.movers])
 
     def let_go(self) -> None:
-        """Stop the movers, and drop every reference to device memory."""
-        self.close()
+        """Drop the closed movers, and every reference to device memory."""
         self.movers.clear()
         self.layouts = []
 

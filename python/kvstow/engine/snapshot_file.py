@@ -279,7 +279,7 @@ def _are_damaged(
     arena: HostArena, slots: npt.NDArray[np.integer], block_bytes: Sequence[int]
 ) -> npt.NDArray[np.bool_]:
     """Return which slots differ from the sum that kernels have recorded, whatever their group."""
-    damaged: npt.NDArray[np.bool_] = np.full(len(slots), arena.has_device_sums and any(block_bytes))
+    damaged: npt.NDArray[np.bool_] = np.full(len(slots), any(block_bytes))
     for num_bytes in set(block_bytes):
         at = np.flatnonzero(damaged)
         damaged[at] = ~have_device_sums(arena, slots[at].astype(np.int64), [num_bytes] * len(at))

@@ -375,7 +375,6 @@ class State:
         self.ranks.let_go()
         self.requests.clear()
         self.running.clear()
-        self._refused_id, self.unreported = "", Landed()
         if self.asleep.is_in_file:
             call_all([arena.close for arena in self.ranks.arenas])
 

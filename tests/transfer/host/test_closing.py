@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from kvstow.transfer import (
     HostEvent,
     HostMover,
 )
+from kvstow.transfer.host.queue import HostQueue
 
 
 def test_close_carries_out_ready_jobs_and_fails_the_others(setup: Setup) -> None:
@@ -131,3 +133,44 @@ mover.load([0], [1], after=HostEvent())
         [sys.executable, "-c", script], timeout=LONG_S, capture_output=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_stopped_queue_takes_no_job() -> None:
+    """As if another thread closed the mover in the middle of a submission."""
+    queue = HostQueue("kvstow-test", 4)
+    queue.start()
+    queue.stop()
+    queue.join()
+    for is_brief in False, True:
+        with pytest.raises(StateError, match="this mover is closed"):
+            queue.submit(lambda: None, np.array([1]), READY, is_brief=is_brief)
+
+
+def test_brief_job_waits_for_those_that_are_queued_and_under_way() -> None:
+    queue, ran, may_end = HostQueue("kvstow-test", 4), list[str](), threading.Event()
+
+    def long() -> None:
+        may_end.wait(LONG_S)
+        ran.append("long")
+
+    slot = np.array([1])
+    first = queue.submit(long, slot, READY)
+    queued = queue.submit(lambda: ran.append("queued"), slot, READY, is_brief=True)
+    assert not queued.poll(), "the first job is queued"
+    queue.start()
+    second = queue.submit(long, slot, READY)
+    may_end.set()
+    second.wait(LONG_S)
+    may_end.clear()
+    third = queue.submit(long, slot, READY)
+    while queue._under_way is None or queue._queue:
+        time.sleep(0.001)
+    brief = queue.submit(lambda: ran.append("brief"), slot, READY, is_brief=True)
+    assert not brief.poll(), "the third job is under way"
+    may_end.set()
+    brief.wait(LONG_S)
+    queue.stop()
+    queue.join()
+    assert first.poll()
+    assert third.poll()
+    assert ran == ["long", "queued", "long", "long", "brief"]

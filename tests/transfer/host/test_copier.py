@@ -9,7 +9,7 @@ import numpy.typing as npt
 import pytest
 from tests.transfer.host.memory import LONG_S, Setup
 
-from kvstow._core import BlockCopier, ConfigError, InvalidBlock
+from kvstow._core import BlockCopier, ConfigError, InvalidBlock, StateError
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, Region
 
 Bytes = npt.NDArray[np.uint8]
@@ -82,6 +82,9 @@ def test_sums_of_long_blocks_equal_those_of_zlib(block_bytes: int) -> None:
         assert sums.tolist() == [zlib.crc32(arena.slots[slot]) for slot in (2, 0)]
         assert sums.tolist() == arena.compute_checksums(np.array([2, 0])).tolist()
         assert np.array_equal(arena.slots[[2, 0]], [made.block(3), made.block(1)])
+        mover.close()
+        with pytest.raises(StateError, match="HostMover is closed"):
+            mover.copy_and_sum(np.array([3]), np.array([2]))
 
 
 # -- what is refused -----------------------------------------------------------------------------

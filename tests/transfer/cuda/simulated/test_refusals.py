@@ -73,6 +73,19 @@ def test_job_without_events_fails_alone() -> None:
         assert np.array_equal(setup.arena.slots[0], setup.block(1))
 
 
+def test_job_without_events_takes_those_of_a_job_in_flight() -> None:
+    with bench() as setup:
+        first = setup.mover.store([1], [0], after=setup.after())
+        after = setup.after()
+        allow = refuse(setup, "event")
+        second = setup.mover.store([2], [1], after=after)
+        assert not second.poll()
+        setup.land(first)
+        setup.land(second)
+        assert np.array_equal(setup.arena.slots[1], setup.block(2))
+        allow()
+
+
 def test_job_behind_one_without_events_is_carried_out() -> None:
     with bench() as setup:
         filled = HostEvent()
