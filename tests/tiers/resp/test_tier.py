@@ -394,10 +394,11 @@ def test_a_server_that_repeats_the_password_does_not_show_it(
     """So does one whose command AUTH has another name, and many a proxy."""
     credentials = Credentials("a-user", "open-sesame")
     with Server(tmp_path, "--rename-command", "AUTH", "LOGIN") as server:
+        errors = []
         for given in (Credentials("a-user"), credentials):
             with patient(arena, server.url, NAMESPACE, credentials=given) as tier:
-                errors = [asked(tier.put(blocks(1), [0])).error for _ in range(3)]
-            assert all("unknown command" in str(error) for error in errors)
+                errors += [asked(tier.put(blocks(1), [0])).error for _ in range(3)]
+        assert all("unknown command" in str(error) for error in errors)
         with pytest.raises(TransferError, match="unknown command") as raised:
             count_blocks(server.url, credentials=credentials)
     for each in (*errors, raised.value):
