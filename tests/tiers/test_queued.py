@@ -14,14 +14,15 @@ import pytest
 from tests.interrupts import is_interrupted
 from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, new_arena
-from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept
+from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
 from kvstow.tiers import TierBlocks, queued
 from kvstow.tiers.mooncake import MooncakeTier
-from kvstow.tiers.queued import QueuedTier
+from kvstow.tiers.queued import Job, QueuedTier
 from kvstow.tiers.resp import RespTier
 from kvstow.tiers.resp.nodes import Topology
+from kvstow.tiers.resp.tier import _Connections
 from kvstow.transfer import HostArena
 
 NAMESPACE = bytes(16)
@@ -38,9 +39,9 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def has_freed(arena: weakref.ref[HostArena]) -> bool:
+def has_freed(it: weakref.ref[Any]) -> bool:
     gc.collect()
-    return arena() is None
+    return it() is None
 
 
 @pytest.mark.parametrize("num_allowed", range(4))
@@ -88,6 +89,47 @@ def _open(arena: HostArena, opened: list[Kept]) -> None:
     opened.append(Kept(arena))
 
 
+def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
+    before, arena = threading.active_count(), new_arena()
+    freed, tier = weakref.ref(arena), KINDS["resp"](arena)
+    for _ in range(4):  # so that each thread has had a job
+        tier.contains(TierBlocks([bytes(32)], [0])).wait(LONG_S)
+    del tier, arena
+    wait_until(lambda: has_freed(freed), "a thread keeps the tier")
+    wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
+def test_job_that_has_ended_is_forgotten(arena: HostArena) -> None:
+    with Kept(arena) as tier:
+        ticket = tier.put(TierBlocks([bytes(32)], [0]), [0])
+        ticket.wait_until_ended(LONG_S)
+        known = weakref.ref(ticket)
+        del ticket
+        wait_until(lambda: has_freed(known), "the tier keeps the job")
+
+
+def test_job_that_is_late_does_not_reach_the_store(arena: HostArena) -> None:
+    with Kept(arena) as tier:
+        ticket = tier.put(TierBlocks([bytes(32)], [0]), [0], deadline=time.monotonic())
+        ticket.wait_until_ended(LONG_S)
+        assert "late before a thread began it" in str(ticket.error)
+        assert not tier.kept
+
+
+def test_late_job_counts_as_failed(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline, carry_out = time.monotonic() + 0.05, KeptWorker.carry_out
+
+    def delayed(worker: KeptWorker, job: Job, part: range) -> None:
+        carry_out(worker, job, part)
+        time.sleep(max(0.0, deadline - time.monotonic()) + 0.001)
+
+    monkeypatch.setattr(KeptWorker, "carry_out", delayed)
+    with Kept(arena) as tier:
+        tier.put(TierBlocks([bytes(32)], [0]), [0], deadline=deadline).wait_until_ended(LONG_S)
+        wait_until(lambda: tier.stats().failed_puts == 1, "it counts as written")
+        assert tier.stats().put_blocks == 0
+
+
 def test_unexpected_error_is_named_by_its_type_alone(
     arena: HostArena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,10 +138,13 @@ def test_unexpected_error_is_named_by_its_type_alone(
     def fail(*_: object) -> None:
         raise UnicodeEncodeError("utf-8", password, 0, 1, "not allowed")
 
+    closed = list[object]()
     monkeypatch.setattr(Topology, "assign", fail)
+    monkeypatch.setattr(_Connections, "close", lambda it: closed.extend([it]))
     with patient(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
         ticket = tier.contains(TierBlocks([bytes(32)], [0]))
         ticket.wait(LONG_S)
+        assert len(closed) == 1, "its connections are not used again"
     assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)
     assert "please report this" in caplog.text
     assert password not in str(ticket.error) + caplog.text
