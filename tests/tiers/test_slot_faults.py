@@ -122,6 +122,8 @@ def test_read_that_hangs_keeps_its_slots_and_spares_the_others(
     refused.wait(LONG_S)
     assert refused.ok.tolist() == [False], "its host slot is not reused"
     tier.close()
+    with pytest.raises(StateError, match="in use in this process"):
+        open_file(tmp_path, arena)  # the call would use the number of a file that it closes
     arena.close()
     assert not stuck.has_ended
     files.gate.set()

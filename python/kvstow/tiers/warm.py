@@ -57,7 +57,7 @@ def adopt(scheduler: OffloadScheduler, records: SlotRecords) -> int:
 
 def _are_in(first: SlotRecords, at: Index, other: SlotRecords) -> Bools:
     """Return which of the records `at` another rank has too."""
-    if not len(other) or first.hashes.shape[1] != other.hashes.shape[1]:
+    if first.hashes.shape[1] != other.hashes.shape[1]:  # 0 of a rank that holds nothing
         return np.zeros(len(at), np.bool_)
     order = np.argsort(other.slots, kind="stable")
     places = np.searchsorted(other.slots[order], first.slots[at])

@@ -380,3 +380,38 @@ def test_an_unexpected_error_leaves_no_answer_for_the_next_call(
         assert ticket.ok.all()
         assert (small_arena.slots[31:15:-1] == small_arena.slots[:16]).all()
     assert "please report this" in caplog.text
+
+
+def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """The time was too short to say anything of the server, so only the connection goes."""
+
+    def slowly(words: Words, _: socket.socket) -> None:
+        if words[0] == b"GET":
+            time.sleep(0.05)
+
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        assert get(tier).ok.all()
+        server.override = slowly
+        deadline = time.monotonic() + resp_tier._FAIR_S
+        assert not ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=deadline)).ok.any()
+        assert ended(tier.contains(BLOCKS)).ok.all()
+
+
+@pytest.mark.parametrize("said", [b"+QUEUED\r\n", b":7\r\n"])
+def test_an_answer_of_another_kind_is_no_success(
+    small_arena: HostArena, server: Simulated, said: bytes
+) -> None:
+    server.override = lambda words, _: None if words[0] in (b"INFO", b"CLIENT", b"GET") else said
+    with opened(small_arena, server.url) as tier:
+        for ticket in (put(tier), ended(tier.contains(BLOCKS)), ended(tier.delete(BLOCKS))):
+            assert not ticket.ok.any()
+
+
+def test_a_block_that_the_server_has_not_is_deleted(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        assert ended(tier.delete(BLOCKS)).ok.all()
