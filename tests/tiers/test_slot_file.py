@@ -194,6 +194,17 @@ class FailingSync(Here):
             raise self.error
 
 
+def test_renewal_that_is_written_in_part_turns_the_tier_off(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Here()
+    with open_file(tmp_path, arena, files=files) as tier:
+        monkeypatch.setattr(files, "write", lambda *_: HEADER_BYTES - 512)
+        renewed = tier.renew()
+        renewed.wait(LONG_S)
+        assert (renewed.ok.tolist(), tier.mode) == ([False], "off")
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
 def test_renewal_that_cannot_be_synced_turns_the_tier_off(
     tmp_path: Path, arena: HostArena, error: Exception
@@ -381,13 +392,23 @@ def test_damaged_header_is_refused_or_emptied(
         assert not any(get(tier, KEYS, range(NUM_SLOTS)))
 
 
-@pytest.mark.parametrize("name", ["slots", "slots.index"])
-def test_file_of_the_user_is_never_touched(tmp_path: Path, arena: HostArena, name: str) -> None:
-    (tmp_path / name).write_bytes(b"my thesis")
+@pytest.mark.parametrize(
+    "mine",
+    [
+        {"slots": b"my thesis"},
+        {"slots.index": b"my thesis"},
+        {"slots": b"my thesis", "slots.index": bytes(HEADER_BYTES)},
+    ],
+)
+def test_file_of_the_user_is_never_touched(
+    tmp_path: Path, arena: HostArena, mine: dict[str, bytes]
+) -> None:
+    for name, content in mine.items():
+        (tmp_path / name).write_bytes(content)
     for on_mismatch in ("refuse", "reset"):
         with pytest.raises(ConfigError, match="not a slot file of kvstow"):
             open_file(tmp_path, arena, on_mismatch=on_mismatch)
-    assert on_disk(tmp_path) == {name: b"my thesis"}
+    assert on_disk(tmp_path) == mine
 
 
 def test_only_its_owner_may_read_the_files(tmp_path: Path, arena: HostArena) -> None:
