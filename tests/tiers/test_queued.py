@@ -8,16 +8,19 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forks import in_child
 from tests.interrupts import is_interrupted
 from tests.tiers.resp.small import patient
-from tests.tiers.setup import LONG_S, new_arena
+from tests.tiers.setup import LONG_S, new_arena, open_file
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
 from kvstow.tiers import TierBlocks, queued
+from kvstow.tiers.asking import Asker
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.queued import Job, QueuedTier
 from kvstow.tiers.resp import RespTier
@@ -30,6 +33,10 @@ KINDS: dict[str, Callable[[HostArena], QueuedTier]] = {
     "resp": lambda arena: RespTier(arena, "redis://127.0.0.1:1", NAMESPACE),
     "mooncake": lambda arena: MooncakeTier(arena, "mooncake://127.0.0.1:1", NAMESPACE),
 }
+
+
+def _no_store() -> Any:
+    raise AssertionError("nothing is asked")
 
 
 def wait_until(holds: Callable[[], bool], what: str) -> None:
@@ -69,6 +76,31 @@ def test_tier_without_threads_is_refused_and_leaves_nothing(
     arena.close()
     del arena
     wait_until(lambda: has_freed(freed), "the arena is not freed")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_child_waits_for_no_lock_of_a_thread_that_it_has_not(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with open_file(tmp_path, arena) as tier, Kept(arena) as kept, Asker(_no_store) as asker:
+        is_held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with tier._store._lock, kept._lock, asker._lock:
+                is_held.set()
+                assert may_end.wait(LONG_S)
+
+        def check() -> None:
+            tier.stats()
+            kept.stats()
+            asker.reset()
+
+        threading.Thread(target=hold, daemon=True).start()
+        assert is_held.wait(LONG_S)
+        try:
+            in_child(check)
+        finally:
+            may_end.set()
 
 
 def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> None:

@@ -24,6 +24,7 @@ from tests.tiers.setup import (
     open_file,
 )
 
+from kvstow import StateError
 from kvstow.tiers import TierTicket, queued, slot_store
 from kvstow.tiers.files import Buffers
 from kvstow.tiers.lanes import Work
@@ -236,6 +237,8 @@ def test_job_that_goes_on_after_an_interrupt_is_not_reported(
                 runner.begin("promote", 1, blocks, [1])
         try:
             assert not runner.poll(), "the tier still reads"
+            with pytest.raises(StateError, match="1 jobs of this slot file have not ended"):
+                tier.records()
         finally:
             files.gate.set()
         assert runner.wait(LONG_S)
