@@ -294,7 +294,7 @@ def test_a_failed_store_is_left_alone(
 
 def test_calls_that_fail_together_make_one_pause(clock: Clock) -> None:
     breaker = Breaker(clock=clock)
-    for pause_s in (1.0, 2.0, 4.0):
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         assert breaker.may_try()
         for _ in range(8):
             breaker.failed()

@@ -383,7 +383,7 @@ def test_an_unexpected_error_leaves_no_answer_for_the_next_call(
 
 
 def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
-    small_arena: HostArena, server: Simulated
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The time was too short to say anything of the server, so only the connection goes."""
 
@@ -395,9 +395,12 @@ def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
         assert put(tier).ok.all()
         assert get(tier).ok.all()
         server.override = slowly
-        deadline = time.monotonic() + resp_tier._FAIR_S
-        assert not ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=deadline)).ok.any()
-        assert ended(tier.contains(BLOCKS)).ok.all()
+        for _ in range(3):
+            limit_s = time.monotonic() + resp_tier._FAIR_S
+            late = ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=limit_s))
+            assert not late.ok.any()
+            assert ended(tier.contains(BLOCKS)).ok.all()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("said", [b"+QUEUED\r\n", b":7\r\n"])
