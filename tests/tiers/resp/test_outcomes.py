@@ -418,3 +418,20 @@ def test_a_block_that_the_server_has_not_is_deleted(
 ) -> None:
     with opened(small_arena, server.url) as tier:
         assert ended(tier.delete(BLOCKS)).ok.all()
+
+
+def test_a_server_that_hangs_has_the_time_of_a_call_and_not_that_of_the_job(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Otherwise each job with a far deadline holds up those behind it until then."""
+    may_go_on = threading.Event()
+
+    def hang(words: Words, _: socket.socket) -> None:
+        if words[0] == b"EXISTS":
+            assert may_go_on.wait(2 * LONG_S)
+
+    server.override = hang
+    with opened(small_arena, server.url, timeout_s=0.25) as tier:
+        ticket = ended(tier.contains(BLOCKS, deadline=time.monotonic() + 4 * LONG_S))
+        assert not ticket.ok.any() and "in time" in str(ticket.error)
+    may_go_on.set()
