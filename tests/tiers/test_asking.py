@@ -294,7 +294,7 @@ def test_a_failed_store_is_left_alone(
 
 def test_calls_that_fail_together_make_one_pause(clock: Clock) -> None:
     breaker = Breaker(clock=clock)
-    for pause_s in (1.0, 2.0, 4.0):
+    for pause_s in (1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0):
         assert breaker.may_try()
         for _ in range(8):
             breaker.failed()
@@ -302,6 +302,11 @@ def test_calls_that_fail_together_make_one_pause(clock: Clock) -> None:
         assert not breaker.may_try()
         clock.now_s += 0.1
     assert breaker.may_try()
+    assert breaker.succeeded()
+    for _ in range(8):  # nobody tries: of these failures only the third makes a pause
+        breaker.failed()
+    clock.now_s += 1.0
+    assert breaker.may_try(), "the first pause after a success is a short one"
 
 
 def test_an_error_without_a_hit_is_no_answer(

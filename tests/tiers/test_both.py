@@ -21,7 +21,7 @@ from tests.tiers.setup import (
     put,
 )
 
-from kvstow import ConfigError, TransferError
+from kvstow import ConfigError, StateError, TransferError
 from kvstow.tiers import BothTier, TierTicket
 from kvstow.tiers.both import BothTicket
 from kvstow.tiers.files import Buffers
@@ -236,6 +236,12 @@ def test_get_keeps_no_more_than_it_may(tmp_path: Path) -> None:
                 assert all(get(both, KEYS, FOUR))
                 assert disk.records().slots.tolist() == [*range(num_kept)]
             assert asked == [4, 4, 1], "what the file has is not asked for"
+            both.disk.delete(blocks_of(KEYS, FOUR)).wait(LONG_S)
+            deadline = time.monotonic() + 0.02
+            ticket = begin_get(both, deadline)
+            time.sleep(max(0.0, deadline - time.monotonic()))
+            answer(ticket)
+            assert asked == [4, 4, 1], "the file keeps nothing of a job that is looked at late"
 
 
 def test_interrupted_job_ends_with_its_halves(
@@ -276,3 +282,24 @@ def test_deleted_block_is_in_neither_half(both: BothTier) -> None:
     assert answer(ticket) == [True, True]
     assert get(both, KEYS, FOUR) == [False, False, True, True]
     np.testing.assert_array_equal(get(both.shared, KEYS, FOUR), [False, False, True, True])
+
+
+def test_block_that_the_file_may_keep_is_not_deleted(both: BothTier) -> None:
+    assert all(put(both, KEYS, FOUR))
+    both.disk._store._off = TransferError("injected")
+    assert get(both, KEYS, FOUR) == [True] * 4, "the store has them too"
+    assert answer(both.delete(blocks_of(KEYS, FOUR))) == [False] * 4
+
+
+def test_file_is_closed_even_if_the_store_does_not_close(
+    both: BothTier, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise TransferError("injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "close", fail)
+        with pytest.raises(TransferError, match="injected"):
+            both.close()
+    with pytest.raises(StateError, match="closed"):
+        both.disk.records()

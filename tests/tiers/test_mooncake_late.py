@@ -273,6 +273,24 @@ def test_mooncake_tries_once_unless_the_user_says_how_often(
         monkeypatch.setenv("MC_STORE_CLIENT_SETUP_RETRIES", "7")
 
 
+@pytest.mark.usefixtures("stores")
+def test_call_in_doubt_ends_with_the_last_call_of_its_link() -> None:
+    """A call that comes as the link is retired, or that ends well, does not keep it open."""
+    link = Link(Doubtful())
+    assert link.begin()
+    assert link.begin()
+    doubt = threading.Thread(target=lambda: link.end(in_doubt=True), daemon=True)
+    doubt.start()
+    until_s = time.monotonic() + LONG_S
+    while not link.is_retired:
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    assert not link.begin()
+    link.end(in_doubt=False)
+    doubt.join(LONG_S)
+    assert not doubt.is_alive(), "the call never ends"
+
+
 def test_call_in_doubt_is_one_that_raises(stores: list[Doubtful]) -> None:
     links = Links(lambda: Link(Doubtful()))
     with links.borrowed() as link:

@@ -8,20 +8,24 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.forks import in_child
 from tests.interrupts import is_interrupted
 from tests.tiers.resp.small import patient
-from tests.tiers.setup import LONG_S, new_arena
-from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept
+from tests.tiers.setup import LONG_S, new_arena, open_file
+from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
 from kvstow.tiers import TierBlocks, queued
+from kvstow.tiers.asking import Asker
 from kvstow.tiers.mooncake import MooncakeTier
-from kvstow.tiers.queued import QueuedTier
+from kvstow.tiers.queued import Job, QueuedTier
 from kvstow.tiers.resp import RespTier
 from kvstow.tiers.resp.nodes import Topology
+from kvstow.tiers.resp.tier import _Connections
 from kvstow.transfer import HostArena
 
 NAMESPACE = bytes(16)
@@ -31,6 +35,10 @@ KINDS: dict[str, Callable[[HostArena], QueuedTier]] = {
 }
 
 
+def _no_store() -> Any:
+    raise AssertionError("nothing is asked")
+
+
 def wait_until(holds: Callable[[], bool], what: str) -> None:
     until_s = time.monotonic() + LONG_S
     while not holds():
@@ -38,9 +46,9 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.001)
 
 
-def has_freed(arena: weakref.ref[HostArena]) -> bool:
+def has_freed(it: weakref.ref[Any]) -> bool:
     gc.collect()
-    return arena() is None
+    return it() is None
 
 
 @pytest.mark.parametrize("num_allowed", range(4))
@@ -70,6 +78,31 @@ def test_tier_without_threads_is_refused_and_leaves_nothing(
     wait_until(lambda: has_freed(freed), "the arena is not freed")
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_child_waits_for_no_lock_of_a_thread_that_it_has_not(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with open_file(tmp_path, arena) as tier, Kept(arena) as kept, Asker(_no_store) as asker:
+        is_held, may_end = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with tier._store._lock, kept._lock, asker._lock:
+                is_held.set()
+                assert may_end.wait(LONG_S)
+
+        def check() -> None:
+            tier.stats()
+            kept.stats()
+            asker.reset()
+
+        threading.Thread(target=hold, daemon=True).start()
+        assert is_held.wait(LONG_S)
+        try:
+            in_child(check)
+        finally:
+            may_end.set()
+
+
 def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> None:
     before, line, is_cut_short = threading.active_count(), 0, True
     while is_cut_short:
@@ -88,6 +121,47 @@ def _open(arena: HostArena, opened: list[Kept]) -> None:
     opened.append(Kept(arena))
 
 
+def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
+    before, arena = threading.active_count(), new_arena()
+    freed, tier = weakref.ref(arena), KINDS["resp"](arena)
+    for _ in range(4):  # so that each thread has had a job
+        tier.contains(TierBlocks([bytes(32)], [0])).wait(LONG_S)
+    del tier, arena
+    wait_until(lambda: has_freed(freed), "a thread keeps the tier")
+    wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
+def test_job_that_has_ended_is_forgotten(arena: HostArena) -> None:
+    with Kept(arena) as tier:
+        ticket = tier.put(TierBlocks([bytes(32)], [0]), [0])
+        ticket.wait_until_ended(LONG_S)
+        known = weakref.ref(ticket)
+        del ticket
+        wait_until(lambda: has_freed(known), "the tier keeps the job")
+
+
+def test_job_that_is_late_does_not_reach_the_store(arena: HostArena) -> None:
+    with Kept(arena) as tier:
+        ticket = tier.put(TierBlocks([bytes(32)], [0]), [0], deadline=time.monotonic())
+        ticket.wait_until_ended(LONG_S)
+        assert "late before a thread began it" in str(ticket.error)
+        assert not tier.kept
+
+
+def test_late_job_counts_as_failed(arena: HostArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    deadline, carry_out = time.monotonic() + 0.05, KeptWorker.carry_out
+
+    def delayed(worker: KeptWorker, job: Job, part: range) -> None:
+        carry_out(worker, job, part)
+        time.sleep(max(0.0, deadline - time.monotonic()) + 0.001)
+
+    monkeypatch.setattr(KeptWorker, "carry_out", delayed)
+    with Kept(arena) as tier:
+        tier.put(TierBlocks([bytes(32)], [0]), [0], deadline=deadline).wait_until_ended(LONG_S)
+        wait_until(lambda: tier.stats().failed_puts == 1, "it counts as written")
+        assert tier.stats().put_blocks == 0
+
+
 def test_unexpected_error_is_named_by_its_type_alone(
     arena: HostArena, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,10 +170,13 @@ def test_unexpected_error_is_named_by_its_type_alone(
     def fail(*_: object) -> None:
         raise UnicodeEncodeError("utf-8", password, 0, 1, "not allowed")
 
+    closed = list[object]()
     monkeypatch.setattr(Topology, "assign", fail)
+    monkeypatch.setattr(_Connections, "close", lambda it: closed.extend([it]))
     with patient(arena, "redis://127.0.0.1:1", NAMESPACE) as tier:
         ticket = tier.contains(TierBlocks([bytes(32)], [0]))
         ticket.wait(LONG_S)
+        assert len(closed) == 1, "its connections are not used again"
     assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)
     assert "please report this" in caplog.text
     assert password not in str(ticket.error) + caplog.text

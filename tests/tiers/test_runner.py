@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -22,8 +24,10 @@ from tests.tiers.setup import (
     open_file,
 )
 
+from kvstow import StateError
 from kvstow.tiers import TierTicket, queued, slot_store
 from kvstow.tiers.files import Buffers
+from kvstow.tiers.lanes import Work
 from kvstow.tiers.queued import Job, QueuedTier, Worker
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.tier import Checked
@@ -200,6 +204,45 @@ def test_job_that_is_interrupted_anywhere_in_its_tier_ends(
         assert runner.wait(LONG_S)
         ok = [True] * num_blocks
         assert runner.poll() == [(3, ok)], "a slot is still in use, or the queue is full"
+        if not is_file:
+            many = list(range(5))
+            runner.begin("demote", 4, blocks_of([key_of(at) for at in many], many), many)
+            assert runner.poll() == [(4, [False] * 5)], "the queue has more room than before"
+
+
+def test_job_that_goes_on_after_an_interrupt_is_not_reported(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the scheduler gives its host slot to another block, and the read overwrites it."""
+    files, blocks = Held(), blocks_of([key_of(0)], [0])
+    files.gate.set()
+    tier = open_file(tmp_path, arena, files=files)
+    lanes = tier._store._lanes
+    submit = lanes.submit
+
+    def submit_then_interrupt(pieces: deque[Work], *, is_put: bool) -> None:
+        submit(pieces, is_put=is_put)
+        while pieces:  # until a thread has taken them
+            time.sleep(0.001)
+        raise KeyboardInterrupt
+
+    with TierRunner(tier) as runner:
+        runner.begin("demote", 0, blocks, [0])
+        assert runner.wait(LONG_S)
+        runner.poll()
+        files.gate.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(lanes, "submit", submit_then_interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                runner.begin("promote", 1, blocks, [1])
+        try:
+            assert not runner.poll(), "the tier still reads"
+            with pytest.raises(StateError, match="1 jobs of this slot file have not ended"):
+                tier.records()
+        finally:
+            files.gate.set()
+        assert runner.wait(LONG_S)
+        assert runner.poll() == [(1, [False])]
 
 
 @pytest.mark.parametrize("when", ["made", "announced"])

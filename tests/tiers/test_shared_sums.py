@@ -14,7 +14,10 @@ from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S
 
 from kvstow.tiers import SharedTier, TierBlocks, TierTicket
+from kvstow.tiers.sums import ArenaSums
+from kvstow.tiers.ticket import Bools
 from kvstow.transfer import READY, BlockLayout, HostArena, HostMover, VerifiedMover
+from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import DamagedSlots
 
 SLOT_BYTES = 4096
@@ -45,10 +48,13 @@ def answer(ticket: TierTicket) -> list[bool]:
     return ok
 
 
-@pytest.mark.parametrize(
+BOTH = pytest.mark.parametrize(
     "opened",
     [resp, pytest.param(mooncake, marks=pytest.mark.skipif(bool(missing()), reason=missing()))],
 )
+
+
+@BOTH
 def test_damaged_slot_is_not_put_and_promoted_slot_is_summed(opened: Open, tmp_path: Path) -> None:
     device = np.random.default_rng(7).integers(1, 256, (4, SLOT_BYTES), np.uint8)
     content = device.copy()
@@ -59,8 +65,28 @@ def test_damaged_slot_is_not_put_and_promoted_slot_is_summed(opened: Open, tmp_p
             arena.slots[1, -1] ^= 1
             assert answer(tier.put(BLOCKS, [0, 1, 2])) == [True, False, True]
             assert answer(tier.get(BLOCKS, [2, 4, 1])) == [True, False, True]
+            assert arena.checksums[4] < 0, "nothing has come"
             mover.load([2, 1], [2, 1], after=READY).wait(LONG_S)  # they held other blocks
             np.testing.assert_array_equal(device[[2, 1]], content[[1, 3]])
             arena.slots[2, 0] ^= 1
             with pytest.raises(DamagedSlots):
                 mover.load([2], [1], after=READY).wait(LONG_S)
+
+
+@BOTH
+def test_slot_that_is_damaged_after_its_check_is_not_served(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ArenaSums.are_sound
+
+    def damage_after(sums: ArenaSums, rows: Index) -> Bools:
+        sound = real(sums, rows)
+        sums._slots[1, 0] ^= 1
+        return sound
+
+    monkeypatch.setattr(ArenaSums, "are_sound", damage_after)
+    with HostArena(8, SLOT_BYTES) as arena, opened(arena, tmp_path) as tier:
+        content, block = arena.slots[1].copy(), BLOCKS.some(np.array([1]))
+        assert answer(tier.put(block, [1])) == [True]
+        [is_served] = answer(tier.get(block, [4]))
+        assert not is_served or (arena.slots[4] == content).all(), "a copy was put before"

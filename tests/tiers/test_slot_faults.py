@@ -122,10 +122,13 @@ def test_read_that_hangs_keeps_its_slots_and_spares_the_others(
     refused.wait(LONG_S)
     assert refused.ok.tolist() == [False], "its host slot is not reused"
     tier.close()
+    with pytest.raises(StateError, match="in use in this process"):
+        open_file(tmp_path, arena)  # the call would use the number of a file that it closes
     arena.close()
     assert not stuck.has_ended
     files.gate.set()
-    assert stats_after(tier, stuck).quarantined_bytes == 0
+    stats = stats_after(tier, stuck)
+    assert (stats.quarantined_bytes, stats.got_blocks) == (0, 3), "the late block does not count"
     assert stuck.ok.tolist() == [False]
     tier.close()
     with new_arena() as own, open_file(tmp_path, own) as again:

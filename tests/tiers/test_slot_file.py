@@ -41,9 +41,9 @@ from kvstow.tiers import (
     slot_store,
 )
 from kvstow.tiers.files import Buffers, Files
-from kvstow.tiers.slot_index import VERSION
+from kvstow.tiers.slot_index import HEADER_BYTES, VERSION
 from kvstow.tiers.ticket import tickets_made
-from kvstow.transfer import HostArena
+from kvstow.transfer import HostArena, TransferTimeout
 
 KEYS = [key_of(number) for number in range(NUM_SLOTS)]
 OTHER = Fingerprint({"model": "b", "rank": 0, "world_size": 1})
@@ -194,6 +194,17 @@ class FailingSync(Here):
             raise self.error
 
 
+def test_renewal_that_is_written_in_part_turns_the_tier_off(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Here()
+    with open_file(tmp_path, arena, files=files) as tier:
+        monkeypatch.setattr(files, "write", lambda *_: HEADER_BYTES - 512)
+        renewed = tier.renew()
+        renewed.wait(LONG_S)
+        assert (renewed.ok.tolist(), tier.mode) == ([False], "off")
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), MemoryError()])
 def test_renewal_that_cannot_be_synced_turns_the_tier_off(
     tmp_path: Path, arena: HostArena, error: Exception
@@ -209,6 +220,39 @@ def test_renewal_that_cannot_be_synced_turns_the_tier_off(
         assert tier.mode == "off"
         assert "new generation cannot be written" in str(tier.error)
         assert not any(get(tier, KEYS[:4], range(4)))
+
+
+class SlowHeader(Here):
+    """The first header waits until `may_go_on`."""
+
+    def __init__(self) -> None:
+        self.is_writing, self.may_go_on = threading.Event(), threading.Event()
+        self.may_go_on.set()
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        if offset == 0 and len(buffers[0]) == HEADER_BYTES and not self.is_writing.is_set():
+            self.is_writing.set()
+            assert self.may_go_on.wait(LONG_S)
+        return super().write(file, buffers, offset)
+
+
+def test_the_last_of_two_renewals_counts(tmp_path: Path, arena: HostArena) -> None:
+    files = SlowHeader()
+    with open_file(tmp_path, arena, files=files) as tier:
+        files.is_writing.clear()
+        files.may_go_on.clear()
+        first = tier.renew(OTHER)
+        assert files.is_writing.wait(LONG_S)
+        second = tier.renew(MODEL)
+        with pytest.raises(TransferTimeout):
+            second.wait_until_ended(0.1)
+        assert put(tier, KEYS[:1], [0]) == [True], "a renewal has no slot in use"
+        files.may_go_on.set()
+        first.wait(LONG_S)
+        second.wait(LONG_S)
+        assert all(put(tier, KEYS[:2], range(2)))
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 2
 
 
 def test_renewal_that_is_interrupted_anywhere_takes_place_or_does_not(
@@ -348,13 +392,23 @@ def test_damaged_header_is_refused_or_emptied(
         assert not any(get(tier, KEYS, range(NUM_SLOTS)))
 
 
-@pytest.mark.parametrize("name", ["slots", "slots.index"])
-def test_file_of_the_user_is_never_touched(tmp_path: Path, arena: HostArena, name: str) -> None:
-    (tmp_path / name).write_bytes(b"my thesis")
+@pytest.mark.parametrize(
+    "mine",
+    [
+        {"slots": b"my thesis"},
+        {"slots.index": b"my thesis"},
+        {"slots": b"my thesis", "slots.index": bytes(HEADER_BYTES)},
+    ],
+)
+def test_file_of_the_user_is_never_touched(
+    tmp_path: Path, arena: HostArena, mine: dict[str, bytes]
+) -> None:
+    for name, content in mine.items():
+        (tmp_path / name).write_bytes(content)
     for on_mismatch in ("refuse", "reset"):
         with pytest.raises(ConfigError, match="not a slot file of kvstow"):
             open_file(tmp_path, arena, on_mismatch=on_mismatch)
-    assert on_disk(tmp_path) == {name: b"my thesis"}
+    assert on_disk(tmp_path) == mine
 
 
 def test_only_its_owner_may_read_the_files(tmp_path: Path, arena: HostArena) -> None:

@@ -11,17 +11,21 @@ import pytest
 from tests.tiers.joins import KEYS, Gated, Jobs, hold, put_many
 from tests.tiers.setup import (
     LONG_S,
+    MODEL,
     NUM_SLOTS,
     SLOT_BYTES,
+    Here,
     blocks_of,
     bytes_of,
     get,
+    key_of,
     open_file,
     put,
 )
 
 from kvstow._core import row_checksums
-from kvstow.tiers import SlotTier, slot_pieces, slot_store
+from kvstow.tiers import SlotFile, SlotTier, lanes, slot_pieces, slot_store
+from kvstow.tiers.files import Buffers
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
 
@@ -197,3 +201,55 @@ def test_pieces_of_a_delete_are_not_joined(
             ticket.wait(LONG_S)
             assert ticket.ok.all()
         assert get(tier, KEYS[:12], range(12)) == [False] * 10 + [True] * 2
+
+
+class Counted(Gated):
+    """Notes the bytes in flight at each call."""
+
+    tier: SlotTier | None = None
+    most = 0
+
+    def _note(self) -> None:
+        if self.tier is not None:
+            self.most = max(self.most, self.tier.stats().in_flight_bytes)
+
+    def read(self, file: int, buffers: Buffers, offset: int) -> int:
+        self._note()
+        return super().read(file, buffers, offset)
+
+    def write(self, file: int, buffers: Buffers, offset: int) -> int:
+        self._note()
+        return super().write(file, buffers, offset)
+
+
+@pytest.mark.parametrize("kind", ["put", "get"])
+def test_joined_pieces_keep_the_bound_of_bytes_in_flight(
+    tmp_path: Path, arena: HostArena, kind: str
+) -> None:
+    files, bound = Counted(), 4 * SLOT_BYTES
+    with open_file(
+        tmp_path, arena, files=files, num_threads=1, max_in_flight_bytes=bound
+    ) as files.tier:
+        assert all(put(files.tier, KEYS, range(NUM_SLOTS)))
+        files.gate.clear()
+        move = files.tier.put if kind == "put" else files.tier.get
+        tickets = [move(blocks_of([KEYS[at]], [at]), [at]) for at in range(12)]
+        files.gate.set()
+        for ticket in tickets:
+            ticket.wait(LONG_S)
+            assert ticket.ok.all()
+    assert SLOT_BYTES < files.most <= bound, "they are joined, up to the bound"
+
+
+def test_call_has_no_more_buffers_than_the_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num = 1100
+    monkeypatch.setattr(lanes, "_LEAST_BYTES", lanes._MOST_BYTES)
+    config = SlotFile(tmp_path / "slots", SlotFile.bytes_for(num, SLOT_BYTES))
+    with HostArena(num, SLOT_BYTES) as arena, config.open(arena, MODEL, files=Here()) as tier:
+        blocks = blocks_of([key_of(at) for at in range(num)], range(num))
+        for move in (tier.put, tier.get):
+            ticket = move(blocks, range(num - 1, -1, -1))  # so each is a buffer of its own
+            ticket.wait(LONG_S)
+            assert ticket.ok.all()

@@ -24,7 +24,7 @@ from tests.tiers.setup import (
     stats_after,
 )
 
-from kvstow.tiers import SlotFile, SlotTier, TierTicket, lanes
+from kvstow.tiers import SlotFile, SlotTier, TierTicket, lanes, slot_store
 from kvstow.tiers.files import Buffers
 from kvstow.tiers.lanes import Lanes
 from kvstow.transfer import HostArena
@@ -182,6 +182,7 @@ def test_calls_that_fail_have_returned(tmp_path: Path, arena: HostArena, files: 
 
 def test_call_moves_a_part_of_a_large_slot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "_MOST_BYTES", lanes._LEAST_BYTES)
+    monkeypatch.setattr(slot_store, "_PIECE_BYTES", lanes._LEAST_BYTES)
     slot_bytes = lanes._LEAST_BYTES * 5 // 2
     files = Slow()
     with (

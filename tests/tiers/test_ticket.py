@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -141,3 +142,11 @@ def test_watch_within_a_watch_leaves_the_rest_to_the_outer_one() -> None:
         TierTicket(1)  # one that is not announced
     fourth.announce()
     assert (outer, inner) == ([first, third], [second])
+
+
+def test_wait_ends_at_the_deadline_of_a_job_that_hangs() -> None:
+    begin_s = time.monotonic()
+    ticket = TierTicket(1, begin_s + 0.02)
+    ticket.wait(LONG_S)
+    assert (ticket.is_late, ticket.has_ended) == (True, False)
+    assert time.monotonic() < begin_s + LONG_S / 2

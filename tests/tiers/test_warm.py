@@ -62,6 +62,17 @@ def test_slot_counts_only_if_all_ranks_hold_the_same_write(
             assert sorted([*dropped.slots, *left]) == sorted(own.slots.tolist())
 
 
+def test_nothing_of_a_part_in_which_a_rank_holds_no_slot_counts(tmp_path: Path) -> None:
+    first, second = (
+        records_after(tmp_path / name, (KEYS[:2], slots, 1))
+        for name, slots in (("first", [0, 1]), ("second", [8, 9]))
+    )
+    empty = second.some(second.slots < 8)
+    assert not len(empty)
+    for ranks in ([first, empty], [empty, first], [empty, empty]):
+        assert not len(agreed(ranks, NUM_SLOTS))
+
+
 def test_slots_that_a_smaller_file_lacks_do_not_count(tmp_path: Path) -> None:
     records = records_after(tmp_path / "file", (KEYS[:4], [0, 1, 8, 9], 1))
     assert agreed([records], 9).slots.tolist() == [0, 1, 8]

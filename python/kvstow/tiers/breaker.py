@@ -58,7 +58,7 @@ class Breaker:
         """Close the breaker, and return whether it was open."""
         with self._lock:
             was_open = self._num_failed >= self._num_allowed
-            self._num_failed, self._pause_s, self._is_trying = 0, FIRST_PAUSE_S, False
+            self._num_failed, self._pause_s = 0, FIRST_PAUSE_S
         return was_open
 
     def failed(self) -> bool:

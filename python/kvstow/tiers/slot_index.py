@@ -209,7 +209,7 @@ class SlotRecords:
         """Return the number of blocks."""
         return len(self.slots)
 
-    def some(self, at: slice | Index) -> SlotRecords:
+    def some(self, at: slice | Index | Bools) -> SlotRecords:
         """Return the records at these places, in their order."""
         return SlotRecords(*(getattr(self, column.name)[at] for column in fields(self)))
 

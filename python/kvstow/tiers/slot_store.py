@@ -168,7 +168,7 @@ class SlotStore:
             context, slots = self.context, blocks.slots
             job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
             refused = self.error if kind == "put" or self.mode == "off" else None
-            if refused is not None or not len(blocks):
+            if refused is not None:
                 self._end(job, refused)
                 return ticket
             with self._lock:

@@ -124,14 +124,14 @@ def refuses(names: Sequence[bytes], line: bytes) -> Override:
     return override
 
 
-def sentinel_of(master: Callable[[], Simulated]) -> Simulated:
-    """Return a Sentinel that names a master of the service kv."""
+def sentinel_of(master: Callable[[], Simulated], flags: bytes = b"master") -> Simulated:
+    """Return a Sentinel that names a master of the service kv, and says how it is."""
 
     def override(words: Words, _: socket.socket) -> bytes | None:
         if words[0].upper() != b"SENTINEL":
             return None
         port = b"%d" % master().port
-        fields = [b"name", b"kv", b"ip", b"127.0.0.1", b"port", port, b"flags", b"master"]
+        fields = [b"name", b"kv", b"ip", b"127.0.0.1", b"port", port, b"flags", flags]
         return array(array(*map(bulk, fields)))
 
     return Simulated(override)

@@ -419,3 +419,58 @@ def test_an_unexpected_error_leaves_no_answer_for_the_next_call(
         assert ticket.ok.all()
         assert (small_arena.slots[31:15:-1] == small_arena.slots[:16]).all()
     assert "please report this" in caplog.text
+
+
+def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
+    small_arena: HostArena, server: Simulated, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The time was too short to say anything of the server, so only the connection goes."""
+
+    def slowly(words: Words, _: socket.socket) -> None:
+        if words[0] == b"GET":
+            time.sleep(0.05)
+
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        assert get(tier).ok.all()
+        server.override = slowly
+        for _ in range(3):
+            limit_s = time.monotonic() + resp_tier._FAIR_S
+            late = ended(tier.get(BLOCKS, range(NUM_BLOCKS, NUM_SLOTS), deadline=limit_s))
+            assert not late.ok.any()
+            assert ended(tier.contains(BLOCKS)).ok.all()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("said", [b"+QUEUED\r\n", b":7\r\n"])
+def test_an_answer_of_another_kind_is_no_success(
+    small_arena: HostArena, server: Simulated, said: bytes
+) -> None:
+    server.override = lambda words, _: None if words[0] in (b"INFO", b"CLIENT", b"GET") else said
+    with opened(small_arena, server.url) as tier:
+        for ticket in (put(tier), ended(tier.contains(BLOCKS)), ended(tier.delete(BLOCKS))):
+            assert not ticket.ok.any()
+
+
+def test_a_block_that_the_server_has_not_is_deleted(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    with opened(small_arena, server.url) as tier:
+        assert ended(tier.delete(BLOCKS)).ok.all()
+
+
+def test_a_server_that_hangs_has_the_time_of_a_call_and_not_that_of_the_job(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Otherwise each job with a far deadline holds up those behind it until then."""
+    may_go_on = threading.Event()
+
+    def hang(words: Words, _: socket.socket) -> None:
+        if words[0] == b"EXISTS":
+            assert may_go_on.wait(2 * LONG_S)
+
+    server.override = hang
+    with opened(small_arena, server.url, timeout_s=0.25) as tier:
+        ticket = ended(tier.contains(BLOCKS, deadline=time.monotonic() + 4 * LONG_S))
+        assert not ticket.ok.any() and "in time" in str(ticket.error)
+    may_go_on.set()

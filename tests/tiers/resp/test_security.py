@@ -20,6 +20,7 @@ from tests.tiers.setup import LONG_S, digest_of, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp import Credentials, RespTier, Security
 from kvstow.tiers.resp.address import Node
 from kvstow.tiers.resp.wire import Wire
@@ -354,7 +355,10 @@ def test_sentinel_that_asks_gets_the_password_of_the_servers(
             assert "no-sesame" not in refused
 
 
-def test_sentinel_that_knows_no_such_service_is_named(tmp_path: Path, arena: HostArena) -> None:
+def test_sentinel_that_knows_no_such_service_is_named(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Breaker, "may_try", lambda _: True)  # it may need some time to begin
     with Server(tmp_path) as server, sentinel(tmp_path, server) as port:
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/other", time.monotonic() + LONG_S
         with patient(arena, url, NAMESPACE) as tier:

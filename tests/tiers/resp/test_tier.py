@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,8 +19,10 @@ from tests.tiers.setup import LONG_S, digest_of
 from kvstow import ConfigError, StateError, TransferError
 from kvstow.tiers import TierBlocks, TierTicket, framed
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.queued import Job
 from kvstow.tiers.resp import Credentials, RespTier
-from kvstow.tiers.resp.wire import Wire
+from kvstow.tiers.resp.tier import _Connections
+from kvstow.tiers.resp.wire import Wire, WireError
 from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
 
@@ -269,6 +273,53 @@ def test_bytes_that_nobody_asked_for_are_no_answer(
             assert answer(tier.contains(blocks(7))) == [not is_looked_at]
 
 
+class Pair:
+    """A connection whose other end is `server`."""
+
+    def connect(self) -> None:
+        self._sock, self.server = socket.socketpair()
+
+    def disconnect(self) -> None:
+        self._sock.close()
+        self.server.close()
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+@pytest.fixture
+def wire(pair: Pair) -> Iterator[Wire]:
+    wire = Wire(pair)
+    wire.limit(time.monotonic() + LONG_S)
+    yield wire
+    wire.close()
+
+
+def test_bytes_behind_an_answer_show_before_the_next_command(wire: Wire, pair: Pair) -> None:
+    assert wire.is_idle
+    pair.server.sendall(b"+OK\r\n:1\r\n")
+    assert wire.status() == b"OK"
+    assert not wire.is_idle
+
+
+def test_parts_of_which_the_system_sends_a_little_arrive_whole(
+    wire: Wire, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_send_some", lambda batch: wire._socket.send(batch[0][:7]))
+    wire.send([b"0123456789", b"abc", b"ABCDEFGHIJKLMNOP"])
+    assert pair.server.recv(100) == b"0123456789abcABCDEFGHIJKLMNOP"
+
+
+def test_value_that_is_longer_than_the_server_said_is_an_error(wire: Wire, pair: Pair) -> None:
+    pair.server.sendall(b"$2\r\n123\r\n")
+    assert wire.bulk_size() == 2
+    wire.skip(2)
+    with pytest.raises(WireError, match="longer than the server said"):
+        wire.end_bulk()
+
+
 def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena: HostArena) -> None:
     rows = fill(arena, range(2))
     with Server(tmp_path) as server, patient(arena, server.url, NAMESPACE) as tier:
@@ -444,3 +495,24 @@ def test_a_new_namespace_finds_nothing_of_before(tmp_path: Path, arena: HostAren
         assert (arena.slots[4:6] == rows[:2]).all()
         with pytest.raises(ConfigError, match="expected 16 bytes"):
             tier.rename(b"short")
+
+
+def test_job_that_waits_keeps_the_namespace_in_which_it_began(
+    tier: RespTier, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carry_out, may_begin = _Connections.carry_out, threading.Event()
+
+    def held(it: _Connections, job: Job, part: range) -> None:
+        assert may_begin.wait(LONG_S)
+        carry_out(it, job, part)
+
+    monkeypatch.setattr(_Connections, "carry_out", held)
+    fill(arena, range(2))
+    for begin in (tier.put, tier.get):
+        may_begin.clear()
+        tier.rename(NAMESPACE)
+        ticket = begin(blocks(0, 1), range(2))
+        tier.rename(bytes(16))
+        may_begin.set()
+        assert answer(ticket) == [True] * 2
+        assert answer(tier.get(blocks(0, 1), range(2, 4))) == [False] * 2

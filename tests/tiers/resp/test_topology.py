@@ -200,6 +200,37 @@ def test_the_master_stays_if_no_sentinel_answers(small_arena: HostArena, stack: 
             assert put(tier).ok.all()
 
 
+@pytest.mark.usefixtures("_asks_at_once")
+def test_a_sentinel_that_answers_again_is_believed(
+    small_arena: HostArena, stack: ExitStack
+) -> None:
+    first, second = (stack.enter_context(Simulated()) for _ in range(2))
+    present = first
+    sentinel = stack.enter_context(sentinel_of(lambda: present))
+    with opened(small_arena, sentinel_url(sentinel.port)) as tier:
+        assert put(tier).ok.all()
+        answer, present = sentinel.override, second
+        sentinel.override = lambda *_: b"-LOADING\r\n"
+        tier.nodes.doubt()
+        assert put(tier).ok.all()
+        sentinel.override = answer
+        assert put(tier).ok.all()
+        assert len(second.values) == 16
+
+
+@pytest.mark.parametrize("flag", [b"s_down", b"o_down", b"slave"])
+def test_a_master_that_is_down_is_not_used(
+    small_arena: HostArena, stack: ExitStack, flag: bytes
+) -> None:
+    down, up = (stack.enter_context(Simulated()) for _ in range(2))
+    flags = b"slave" if flag == b"slave" else b"master," + flag
+    sentinels = sentinel_of(lambda: down, flags), sentinel_of(lambda: up)
+    url = sentinel_url(*(stack.enter_context(sentinel).port for sentinel in sentinels))
+    with opened(small_arena, url) as tier:
+        assert put(tier).ok.all()
+    assert (len(down.values), len(up.values)) == (0, 16)
+
+
 # -- a cluster ---------------------------------------------------------------------------------
 
 
