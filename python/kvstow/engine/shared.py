@@ -210,6 +210,11 @@ class Shared(Disk):
         self._asker.reset()
         self._asked.clear()
 
+    def attach(self, state: State) -> None:
+        """Let a new scheduler use the tier. It knows nothing yet of what the store has."""
+        self._asked.clear()
+        super().attach(state)
+
     def close(self) -> None:
         """Carry out every job, and close the connections."""
         self._asker.reset()
@@ -230,7 +235,7 @@ class Shared(Disk):
             return True
         request = state.requests[request_id]
         before = self._asked.get(request_id)
-        # Another request may have had this id, and a wake makes each request anew.
+        # Another request may have had this id.
         if before is not None and before[0] is request:
             asked = before[1]
         else:
