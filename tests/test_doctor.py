@@ -129,13 +129,15 @@ TIB = 1 << 40
 MULTI = FLAG | {"kv_connector": "MultiConnector", "kv_connector_module_path": None}
 
 
-def with_disk(**changed: object) -> dict[str, object]:
+def with_disk(spec: str | None = "TieringOffloadingSpec", **changed: object) -> dict[str, object]:
     """Return a flag of vLLM's own connector with a disk of kvstow below it."""
-    tiers = [{"type": "fs"}, DISK | changed]
+    extra: dict[str, object] = {"secondary_tiers": [{"type": "fs"}, DISK | changed]}
+    if spec is not None:
+        extra["spec_name"] = spec
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"secondary_tiers": tiers},
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -213,6 +215,12 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             with_disk(module_path=None, max_bytes="x"),
             ["module_path of secondary_tiers[1] is None, and", "max_bytes is 'x', which is no"],
+        ),
+        (with_disk(on_mismatch=["reset"]), ["on_mismatch is ['reset']; pass 'refuse', or"]),
+        (with_disk(None), ["spec_name is None, and vLLM has secondary tiers with Tiering"]),
+        (
+            MULTI | {"kv_connector_extra_config": {"connectors": [with_disk("CPUOffloadingSpec")]}},
+            ["spec_name of connectors[0] is 'CPUOffloadingSpec', and"],
         ),
     ],
 )

@@ -110,8 +110,24 @@ def test_an_adapter_that_comes_while_requests_of_another_live_takes_nothing(
     assert hit(server, adapter(local, load_inplace=True)) == 0
     if not is_over:
         server.half.finished(earlier)
-    num_hit = 0 if in_place and not is_over else NUM_HIT
+    num_hit = NUM_HIT if is_over else 0
     assert hit(server, adapter(local, load_inplace=True)) == num_hit
+
+
+@pytest.mark.skipif(not HASHES_ADAPTER_PATH, reason="the path of an adapter is in no hash")
+def test_an_adapter_takes_nothing_once_a_request_of_the_path_before_it_joins(
+    server: Server, local: Path, tmp_path: Path
+) -> None:
+    """vLLM loads the first path again if the adapter has fallen out of its memory."""
+    first = tmp_path / "first"
+    first.mkdir()
+    new = adapter(local, load_inplace=True)
+    assert hit(server, new) == 0
+    assert hit(server, new) == NUM_HIT
+    running, waiting = server.begin("b", lora_request=new), adapter(first)
+    assert server.half.lookup(running, 0) == 0
+    assert server.half.lookup(server.begin("c", lora_request=waiting), 0) == 0
+    assert hit(server, new) == 0
 
 
 @pytest.mark.parametrize("skips", [False, True])

@@ -21,6 +21,7 @@ from kvstow.vllm.secondary_file import secondary_file
 _OWN: Final = "KVStowConnector"
 _DISK: Final = "KVStowDisk"
 _DISK_MODULE: Final = "kvstow.vllm.secondary_tier"
+_SPEC: Final = "TieringOffloadingSpec"
 _MODULES: Final = ("kvstow.vllm", "kvstow.vllm.connector")
 _FLAGS: Final = {"true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"}
 
@@ -90,16 +91,16 @@ def _problems(text: str) -> Iterator[_Problem]:
         return
     parts = _parts(flag)
     own = [part for part in parts.values() if part.get("kv_connector") == _OWN]
-    disks = list(_disks(parts))
-    if len(own) > 1 or not (own or disks):
+    has_disk = any(map(_disks, parts.values()))
+    if len(own) > 1 or not (own or has_disk):
         advice = f'name it once: "kv_connector": "{_OWN}"'
         yield _Problem("broken", f"It names {_OWN} {len(own)} times.", advice)
         return
     for where, part in ({"": flag} | parts).items():
         yield from _wrong_keys(part)
         yield from _wrong_values(part, where)
-    for where, disk in disks:
-        yield from _wrong_disk(disk, where)
+    for where, part in parts.items():
+        yield from _wrong_disks(part, where)
     if own:
         yield from _wrong_connector(flag, own[0])
 
@@ -124,15 +125,23 @@ def _wrong_connector(flag: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
         yield _broken(error, f'correct the object "{WHERE}"')
 
 
-def _wrong_disk(disk: Mapping[str, Any], where: str) -> Iterator[_Problem]:
-    """Find what is wrong with a `KVStowDisk` below vLLM's own connector."""
-    if (module := disk.get("module_path")) != _DISK_MODULE:
-        says = f"module_path of {where} is {module!r}, and {_DISK} is in {_DISK_MODULE}."
-        yield _Problem("broken", says, f'set "module_path": "{_DISK_MODULE}"')
-    try:
-        secondary_file(_DISK, **disk)
-    except ConfigError as error:
-        yield _broken(error, f"correct {where}")
+def _wrong_disks(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:
+    """Find what is wrong with each `KVStowDisk` below vLLM's own connector."""
+    disks = _disks(part)
+    extra = part[WHERE] if disks else {}
+    spec, is_own_spec = extra.get("spec_name"), extra.get("spec_module_path") is not None
+    if disks and spec != _SPEC and not is_own_spec:
+        says = f"spec_name{where} is {spec!r}, and vLLM has secondary tiers with {_SPEC} only."
+        yield _Problem("broken", says, f'set "spec_name": "{_SPEC}" in {WHERE}')
+    for at, disk in disks:
+        name = f"secondary_tiers[{at}]{where}"
+        if (module := disk.get("module_path")) != _DISK_MODULE:
+            says = f"module_path of {name} is {module!r}, and {_DISK} is in {_DISK_MODULE}."
+            yield _Problem("broken", says, f'set "module_path": "{_DISK_MODULE}"')
+        try:
+            secondary_file(_DISK, **disk)
+        except ConfigError as error:
+            yield _broken(error, f"correct {name}")
 
 
 def _broken(error: ConfigError, advice: str) -> _Problem:
@@ -216,11 +225,14 @@ def _parts(flag: object) -> dict[str, Mapping[str, Any]]:
     return {f" of connectors[{at}]": it if isinstance(it, Mapping) else {} for at, it in named}
 
 
-def _disks(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Return where each `KVStowDisk` below vLLM's own connector is, and its keys."""
-    for where, part in parts.items():
-        extra = part.get(WHERE)
-        tiers = extra.get("secondary_tiers") if isinstance(extra, Mapping) else None
-        for at, tier in enumerate(tiers if isinstance(tiers, list) else []):
-            if isinstance(tier, Mapping) and tier.get("type") == _DISK:
-                yield f"secondary_tiers[{at}]{where}", tier
+def _disks(part: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    """Return each `KVStowDisk` that a connector names, and its place in `secondary_tiers`."""
+    extra = part.get(WHERE)
+    if part.get("kv_connector") == _OWN or not isinstance(extra, Mapping):
+        return []
+    tiers = extra.get("secondary_tiers")
+    return [
+        (at, tier)
+        for at, tier in enumerate(tiers if isinstance(tiers, list) else [])
+        if isinstance(tier, Mapping) and tier.get("type") == _DISK
+    ]

@@ -72,7 +72,7 @@ class SlotFile:
             raise ConfigError(f"path is {self.path!r}; pass the name of a file")
         for name in ("max_bytes", "max_in_flight_bytes", "max_quarantined_bytes"):
             parse_bytes(getattr(self, name), name=name)
-        if self.on_mismatch not in {"refuse", "reset"}:
+        if self.on_mismatch not in ("refuse", "reset"):  # a list has no hash
             raise ConfigError(
                 f"on_mismatch is {self.on_mismatch!r}; pass 'refuse', or 'reset' to empty the file"
             )

@@ -15,9 +15,11 @@ for adapters. How old KV could be served then, and what prevents it:
   go on with the new weights. If the first path comes back, its blocks may be of those. So an
   adapter is not trusted any more once its number comes with another path. Its first load in place
   counts as well, because no request may have asked for what was loaded in between.
-- Two paths were loaded in place, and requests of both run. Whenever one of them joins vLLM's batch,
-  after a load, a preemption or a step without it, vLLM loads its path again, and the others go on
-  with these weights. So an adapter that comes while such requests live is not trusted either.
+- A path was loaded in place of another, and requests of both run. Whenever one of them joins vLLM's
+  batch, after a load, a preemption or a step without it, vLLM may load its path again, and the
+  others go on with these weights. It does so if that path was loaded in place too, or if the
+  adapter has fallen out of its memory. So an adapter that comes while requests of another path
+  live is not trusted, and the adapter before it is not trusted any more.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -93,10 +95,12 @@ class Adapters:
             self._latest[adapter.lora_int_id] = now
             if latest is not None:
                 self._stamps[latest[0]] = None
-            if any(_replaces(tracked.request.lora_request, adapter) for tracked in live):
+            if _is_among_others(adapter, live):
                 self._stamps[hashed] = None
         elif latest[0] != hashed:  # it waited while the other was loaded
             self._stamps[hashed] = None
+            if _is_among_others(adapter, live):
+                self._stamps[latest[0]] = None
 
     def forget(self) -> None:
         """Trust all adapters as they are now, because the host tier is empty."""
@@ -105,13 +109,14 @@ class Adapters:
         self._latest.clear()
 
 
-def _replaces(other: LoRARequest | None, adapter: LoRARequest) -> bool:
-    """Whether vLLM may load another adapter in place of this one while requests run."""
-    return (
+def _is_among_others(adapter: LoRARequest, live: Iterable[TrackedRequest]) -> bool:
+    """Whether requests of another path live that vLLM may load in place of this adapter's."""
+    others = (tracked.request.lora_request for tracked in live)
+    return any(
         other is not None
-        and other.load_inplace
         and other.lora_int_id == adapter.lora_int_id
         and other.lora_path != adapter.lora_path
+        for other in others
     )
 
 
