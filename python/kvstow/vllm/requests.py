@@ -47,7 +47,7 @@ A request that is not tracked any more may still have jobs in flight. They go on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -189,13 +189,14 @@ class Requests:
         """Record what a step schedules, and the blocks of windows that it makes full."""
         num_scheduled = scheduled.num_scheduled_tokens
         self.num_steps += 1
-        for request, num_tokens in self.chunks(scheduled):
+        for tracked, num_tokens in self.chunks(scheduled):
+            request = tracked.request
             self._scheduled[request.request_id] = None
             end = request.num_computed_tokens + num_tokens
             # `num_tokens` takes a call, and only a session may have fewer than its prompt.
             if end > request.num_prompt_tokens or request.resumable:
                 end = min(end, request.num_tokens)
-            self.tracked[request.request_id].scheduled_tokens = end
+            tracked.scheduled_tokens = end
         if self.fresh:
             for request_id in [name for name in self.fresh if name in num_scheduled]:
                 tracked = self.tracked[request_id]
@@ -210,13 +211,16 @@ class Requests:
                 return
         self.look(num_scheduled)
 
-    def chunks(self, scheduled: SchedulerOutput) -> Iterator[tuple[Request, int]]:
-        """Yield the requests that a step computes more than one token of, and these numbers."""
-        num_scheduled = scheduled.num_scheduled_tokens
-        if scheduled.total_num_scheduled_tokens != len(num_scheduled):
-            for request_id, num_tokens in num_scheduled.items():
-                if num_tokens != 1 and (tracked := self.tracked.get(request_id)) is not None:
-                    yield tracked.request, num_tokens
+    def chunks(self, scheduled: SchedulerOutput) -> list[tuple[TrackedRequest, int]]:
+        """Return the requests that a step computes more than one token of, and these numbers."""
+        num_scheduled, known = scheduled.num_scheduled_tokens, self.tracked
+        if scheduled.total_num_scheduled_tokens == len(num_scheduled):
+            return []
+        return [
+            (known[request_id], num_tokens)
+            for request_id, num_tokens in num_scheduled.items()
+            if num_tokens != 1 and request_id in known
+        ]
 
     def look(self, num_scheduled: Mapping[str, int] = MappingProxyType({})) -> None:
         """Find the requests that have become due since the last look.

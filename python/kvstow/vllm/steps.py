@@ -43,7 +43,8 @@ class Steps:
         jobs = transfers.take_jobs()
         if below is not None:
             if (slow_loads := below.slow_loads) is not None:
-                slow_loads.scheduled(requests.chunks(scheduled))
+                chunks = requests.chunks(scheduled)
+                slow_loads.scheduled((tracked.request, num) for tracked, num in chunks)
             is_copying = transfers.is_work_left or transfers.is_loading
             is_idle = not scheduled.total_num_scheduled_tokens
             jobs.below = below.build(is_idle=is_idle, is_copying=is_copying)
