@@ -353,7 +353,7 @@ def test_a_wrong_list_of_servers_is_an_error(
 ) -> None:
     server = stack.enter_context(Simulated())
     server.override = lambda words, _: answer if words[0] == b"CLUSTER" else None
-    with opened(small_arena, f"redis+cluster://127.0.0.1:{server.port}", timeout_s=1.0) as tier:
+    with opened(small_arena, f"redis+cluster://127.0.0.1:{server.port}", timeout_s=LONG_S) as tier:
         ticket = put(tier)
         assert not ticket.ok.any()
         assert message in str(ticket.error)
