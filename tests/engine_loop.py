@@ -87,7 +87,7 @@ class Loop:
         self.folder = folder
         self.requests: dict[str, Request] = {}
         self.launched: deque[tuple[Callable[[], None], HostEvent]] = deque()
-        self.is_device_busy = False
+        self.is_device_busy = self.must_reset = False
         self.num_added = self.num_hits = self.num_loads = self.num_checked = 0
         self.memory = self.new_memory(num_blocks)
         self.engine = Engine(
@@ -244,6 +244,12 @@ class Loop:
         for name in landed.loaded:
             assert self.state(name) == "running"
 
+    def reset(self) -> None:
+        """Reset, and after an interrupt again: until then no sleep may name the weights."""
+        self.must_reset = True
+        self.engine.reset()
+        self.must_reset = False
+
     def sleep(self) -> None:
         """Sleep, and wake over other memory and under other ids."""
         to: dict[str, Any] = {}
@@ -300,7 +306,7 @@ class Loop:
         elif chance < 0.985:
             self.sleep()
         elif chance < 0.987:
-            self.engine.reset()
+            self.reset()
 
     def serve_all(self) -> None:
         """Serve every request to its end, and three new ones."""

@@ -95,6 +95,8 @@ class Stress:
             loop.wake({"identity": "a model", "weights_version": "1"})
             loop.engine.check()
         loop.adopt()
+        if loop.must_reset:
+            loop.reset()
         while loop.launched:  # a compute that the interrupt hit runs again
             loop.run_one()
         loop.engine.check()
