@@ -566,6 +566,9 @@ class Engine(Closing):
         after a restart, and a shared tier shares nothing with other servers. An engine with such a
         tier does not sleep in a file before another reset names the weights.
 
+        After an interrupt in it, call it again. Before that, an engine without a tier below the
+        host takes no `weights_version` in `sleep`.
+
         Args:
             weights_version: name of the weights from now on. Call this when they are in place. The
                 disk is warm under this name after a restart, and engines share blocks again that

@@ -196,8 +196,8 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
                 f"{name} is {kind}, but a slot file must be a regular file; pass the path of one, "
                 "or of none yet"
             )
-        # The owner of the folder may do with its files what he likes, as on a volume that belongs
-        # to one user whoever writes to it.
+        # The owner of a folder can replace its files anyway. Some volumes belong to one user,
+        # whoever writes to them.
         owners = {os.geteuid(), None if of_folder is None else of_folder.st_uid}
         if found is not None and found.st_uid not in owners:
             raise ConfigError(
