@@ -128,7 +128,8 @@ class Options:
     """The options that a user may set. Where vLLM has an option, its name is vLLM's.
 
     Attributes:
-        cpu_bytes_to_use: host memory of an engine, divided equally among its ranks.
+        cpu_bytes_to_use: host memory of an engine, divided equally among its ranks. The default is
+            8 GiB.
         cpu_bytes_to_use_per_rank: host memory of each rank, instead of `cpu_bytes_to_use`.
         num_cpu_blocks: host blocks of each rank, instead of bytes.
         lazy_offload: store a block when vLLM is about to overwrite it, not when it is computed.
