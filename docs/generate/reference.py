@@ -41,20 +41,12 @@ def hints() -> str:
 
 
 def metrics() -> str:
-    """Return the table of the metrics, with those that vLLM's server exports."""
+    """Return the table of the metrics."""
     rows = []
     for metric in ALL_METRICS:
-        exported = [value for value, key in metric.keys.items() if is_behind_vllm(key)]
-        values = ", ".join(metric.keys)
-        behind = "" if not exported else ", ".join(exported) if metric.label else "yes"
-        label = f"`{metric.label}`: {values}" if metric.label else ""
-        rows.append((f"`{metric.name}`", metric.kind, label, behind, metric.text))
-    return table(("metric", "type", "labels", "behind vLLM", "what it counts"), rows)
-
-
-def is_behind_vllm(key: str) -> bool:
-    """Whether vLLM's server exports this statistic: vLLM itself counts the device tier."""
-    return not key.startswith("device_") and key != "lost_events"
+        label = f"`{metric.label}`: {', '.join(metric.keys)}" if metric.label else ""
+        rows.append((f"`{metric.name}`", label, metric.text))
+    return table(("metric", "labels", "what it counts"), rows)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -74,27 +74,24 @@ class Metric(NamedTuple):
 METRICS: Final = (
     Metric(
         "kvstow_prefix_query_tokens_total",
-        "Tokens, in whole blocks, that admitted requests looked up in the tier. The host tier "
-        "counts only tokens that the device lacks.",
+        "Tokens, in whole blocks, that admitted requests looked up. The host tier counts only "
+        "those that the device lacks.",
         {"device": "device_query_tokens", "host": "query_tokens"},
     ),
     Metric(
         "kvstow_prefix_hit_tokens_total",
-        "Looked-up tokens that requests took from the tier instead of recomputing them. A load "
-        "from the host tier counts when it begins, so also if it fails and the request recomputes: "
-        "kvstow_transfer_failures_total counts those loads.",
+        "Looked-up tokens taken from the tier instead of recomputed. A load from the host counts "
+        "when it begins, also if it fails later.",
         {"device": "device_hit_tokens", "host": "hit_tokens"},
     ),
     Metric(
         "kvstow_pending_lookups_total",
-        "Lookups deferred because another request is loading the same blocks, or a tier below the "
-        "host brings them.",
+        "Lookups deferred because another request or a tier below the host brings the blocks.",
         {"": "pending_lookups"},
     ),
     Metric(
         "kvstow_transfer_blocks_total",
-        "Blocks that successful transfers copied. A block counts once, whatever the number of "
-        "ranks.",
+        "Blocks that successful transfers copied, once for all ranks.",
         {"store": "stored_blocks", "load": "loaded_blocks"},
     ),
     Metric(
@@ -104,20 +101,19 @@ METRICS: Final = (
     ),
     Metric(
         "kvstow_transfer_seconds_total",
-        "Seconds from the submission of a transfer until kvstow saw its end, summed over "
-        "successful transfers. Overlapping transfers each count in full.",
+        "Seconds from submission until kvstow saw the end, summed over successful transfers, also "
+        "those that overlap.",
         {"store": "store_seconds", "load": "load_seconds"},
     ),
     Metric(
         "kvstow_transfer_failures_total",
-        "Transfers that failed or missed their deadline, and loads that were in flight when "
-        "the host tier was reset. A transfer counts when its last copy has ended: "
-        "kvstow_late_transfers_total counts a late one at once.",
+        "Transfers that failed or were late, and loads in flight when the host tier was reset, "
+        "counted when the last copy has ended.",
         {"store": "failed_stores", "load": "failed_loads"},
     ),
     Metric(
         "kvstow_late_transfers_total",
-        "Transfers that missed their deadline.",
+        "Transfers that missed their deadline, counted at once.",
         {"": "late_jobs"},
     ),
     Metric(
@@ -132,55 +128,52 @@ METRICS: Final = (
     ),
     Metric(
         "kvstow_blocks_in_quarantine",
-        "Device blocks of transfers in quarantine, those that a store has read included.",
+        "Device blocks of transfers in quarantine, also those that a store has read.",
         {"": "quarantined_blocks"},
     ),
     Metric(
         "kvstow_dropped_blocks_total",
-        "Blocks, counted in host slots, that were not stored because the host tier had no room.",
+        "Host slots not stored because the tier had no room.",
         {"": "dropped_blocks"},
     ),
     Metric(
         "kvstow_rare_blocks_total",
-        "Blocks, counted in host slots, that were not stored because fewer requests than "
-        "store_threshold had seen them.",
+        "Host slots not stored because fewer requests than store_threshold had seen them.",
         {"": "rare_blocks"},
     ),
     Metric(
         "kvstow_throttled_blocks_total",
-        "Blocks, counted in host slots, that were not stored because earlier stores held as many "
-        "device blocks as they may.",
+        "Host slots not stored because earlier stores held as many device blocks as they may.",
         {"": "throttled_blocks"},
     ),
     Metric(
         "kvstow_damaged_blocks_total",
-        "Blocks, counted in host slots, that the host tier dropped because a load found "
-        "damaged bytes.",
+        "Host slots dropped because a load found damaged bytes.",
         {"": "damaged_blocks"},
     ),
     Metric(
         "kvstow_evicted_blocks_total",
-        "Cached blocks that the tier evicted. The host tier counts slots.",
+        "Cached blocks that the tier evicted.",
         {"device": "device_evicted_blocks", "host": "evicted_blocks"},
     ),
     Metric(
         "kvstow_cached_blocks",
-        "Blocks that a lookup can find. The host tier counts slots.",
+        "Blocks that a lookup can find.",
         {"device": "device_blocks_cached", "host": "resident_blocks"},
     ),
     Metric(
         "kvstow_capacity_blocks",
-        "Blocks of the tier, the null block excluded. The host tier counts slots.",
+        "Blocks of the tier, the null block excluded.",
         {"device": "device_capacity_blocks", "host": "capacity_blocks"},
     ),
     Metric(
         "kvstow_capacity_tokens",
-        "Prompt tokens that fit into the tier if every group keeps all of its blocks.",
+        "Prompt tokens that fit if every group keeps all of its blocks.",
         {"device": "device_capacity_tokens", "host": "capacity_tokens"},
     ),
     Metric(
         "kvstow_lost_events_total",
-        "Events missing from the events file because it could not be written.",
+        "Events missing from the events file.",
         {"": "lost_events"},
     ),
 )
@@ -189,14 +182,13 @@ METRICS: Final = (
 HISTOGRAMS: Final = (
     Metric(
         "kvstow_transfer_duration_seconds",
-        "Seconds from the submission of a transfer until kvstow saw its end, of each successful "
-        "transfer. Behind vLLM, each rank counts its part.",
+        "Seconds of each successful transfer, from submission until kvstow saw the end.",
         {"store": "store_seconds", "load": "load_seconds"},
         DURATION_BOUNDS_S,
     ),
     Metric(
         "kvstow_transfer_size_bytes",
-        "Bytes of each successful transfer. Behind vLLM, each rank counts its part.",
+        "Bytes of each successful transfer.",
         {"store": "stored_bytes", "load": "loaded_bytes"},
         SIZE_BOUNDS_BYTES,
     ),
@@ -207,19 +199,18 @@ CONNECTOR_METRICS: Final = (
     Metric(
         "kvstow_postponed_blocks_total",
         "Blocks that lazy mode put off to the next step because stores held as many device blocks "
-        "as they may. A block counts each time. vLLM may overwrite it before it is stored.",
+        "as they may, counted each time. vLLM may overwrite them before.",
         {"": "postponed_blocks"},
     ),
     Metric(
         "kvstow_skipped_blocks_total",
-        "Blocks that kvstow was not to store: because of their request (`store: false`), or "
-        "because they have generated tokens (`offload_prompt_only`).",
+        "Blocks not stored because of their request (`store: false`), or as generated tokens "
+        "(`offload_prompt_only`).",
         {"request": "unwanted_blocks", "generated": "generated_blocks"},
     ),
     Metric(
         "kvstow_request_hints_total",
-        "Hints that requests gave. A request counts again when vLLM admits it again, after a "
-        "preemption or a failed load.",
+        "Hints that requests gave. A request counts again after a preemption or a failed load.",
         {
             "wrong": "wrong_hints",
             "store": "store_hints",
@@ -229,12 +220,12 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_disk_hit_tokens_total",
-        "Prompt tokens that requests took from the host because the disk had brought them.",
+        "Prompt tokens hit on the host because the disk had brought them.",
         {"": "disk_hit_tokens"},
     ),
     Metric(
         "kvstow_disk_blocks_total",
-        "Blocks, counted in slots, that demotes wrote to the disk and promotes read from it.",
+        "Slots that demotes wrote to the disk and promotes read from it.",
         {"demote": "demoted_blocks", "promote": "promoted_blocks"},
     ),
     Metric(
@@ -244,28 +235,27 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_disk_failed_blocks_total",
-        "Blocks, counted in slots, whose demote or promote failed, was late, or found damage.",
+        "Slots whose demote or promote failed, was late, or found damage.",
         {"demote": "failed_demotes", "promote": "failed_promotes"},
     ),
     Metric(
         "kvstow_disk_mismatched_blocks_total",
-        "Blocks that a rank read from its slot file, and that were not what it had written.",
+        "Blocks read from a slot file that were not what had been written.",
         {"": "disk_mismatched_blocks"},
     ),
     Metric(
         "kvstow_disk_dropped_blocks_total",
-        "Blocks, counted in slots, for which a demote found no room on the disk, or a promote on "
-        "the host.",
+        "Slots for which a demote found no room on the disk, or a promote on the host.",
         {"": "disk_dropped"},
     ),
     Metric(
         "kvstow_disk_evicted_blocks_total",
-        "Blocks, counted in slots, that the disk tier evicted for room.",
+        "Slots that the disk tier evicted.",
         {"": "disk_evicted_blocks"},
     ),
     Metric(
         "kvstow_disk_cached_blocks",
-        "Blocks, counted in slots, that the disk tier holds.",
+        "Slots of the disk tier that hold a block.",
         {"": "disk_resident_blocks"},
     ),
     Metric(
@@ -275,37 +265,37 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_disk_mode",
-        "What the disk tier does: 2 reads and writes, 1 only reads, 0 nothing, because it is "
-        "opening, a disk has failed, or there is none.",
+        "2: the disk tier reads and writes. 1: it only reads. 0: it is opening, a disk has "
+        "failed, or there is none.",
         {"": "disk_mode"},
     ),
     Metric(
         "kvstow_shared_hit_tokens_total",
-        "Prompt tokens that requests took from the host because the shared store had brought them. "
-        "0 with a disk too: kvstow_disk_hit_tokens_total counts them then.",
+        "Prompt tokens hit on the host because the shared store had brought them. 0 with a disk "
+        "too: kvstow_disk_hit_tokens_total counts them then.",
         {"": "shared_hit_tokens"},
     ),
     Metric(
         "kvstow_shared_asked_blocks_total",
-        "Blocks for which the server asked the store. A block counts again for another request, "
-        "unless the last answer is a second old at most.",
+        "Blocks that the server asked the store for. A block counts again for another request, "
+        "unless its answer is at most a second old.",
         {"": "shared_asked_blocks"},
     ),
     Metric(
         "kvstow_shared_found_blocks_total",
-        "Of the blocks asked for, those that the store said it had.",
+        "Blocks asked for that the store said it had.",
         {"": "shared_found_blocks"},
     ),
     Metric(
         "kvstow_shared_questions_total",
-        "Questions to the store, those included that were not asked because it had failed. "
-        "Requests that ask for the same blocks at once share a question.",
+        "Questions to the store, also those not asked after failures. Requests that ask for the "
+        "same blocks at once share one.",
         {"": "shared_questions"},
     ),
     Metric(
         "kvstow_shared_unanswered_questions_total",
-        "Questions without an answer: it was late, and the request went on, or the store failed "
-        "or was left alone because it had failed. A late question that then fails counts twice.",
+        "Questions without an answer: late, so the request went on, or failed, or not asked after "
+        "failures. A late question that then fails counts twice.",
         {"late": "shared_late_questions", "failed": "shared_failed_questions"},
     ),
     Metric(
@@ -326,7 +316,7 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shared_mismatched_blocks_total",
-        "Blocks that a rank got from the store, and that were not what it had asked for.",
+        "Blocks got from the store that were not what was asked for.",
         {"": "shared_mismatched_blocks"},
     ),
     Metric(
@@ -342,26 +332,23 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shared_mode",
-        "What the shared tier does: 2 reads and writes, 0 nothing, because there is none. A store "
-        "that fails is tried again, so it does not count.",
+        "2: there is a shared tier, also while its store fails. 0: there is none.",
         {"": "shared_mode"},
     ),
     Metric(
         "kvstow_skipped_load_tokens_total",
-        "Prompt tokens that a tier below the host had and requests did not wait for, because loads "
-        "took longer than computing (`skip_slow_loads`).",
+        "Prompt tokens that requests computed because loads from a tier below the host took "
+        "longer (`skip_slow_loads`).",
         {"": "skipped_load_tokens"},
     ),
     Metric(
         "kvstow_hit_ratio",
-        "Share of the blocks of prompts that came from the device or the host, of requests in the "
-        "window.",
+        "Share of the blocks of prompts that came from the device or the host, in the window.",
         {"": "hit_ratio"},
     ),
     Metric(
         "kvstow_shadow_hit_ratio_error",
-        "Largest standard error of the ratios of kvstow_shadow_hit_ratio. 0 while the sampling "
-        "rate is 1.",
+        "Largest standard error of kvstow_shadow_hit_ratio. 0 while the sampling rate is 1.",
         {"": "shadow_hit_ratio_error"},
     ),
     Metric(
@@ -371,7 +358,7 @@ CONNECTOR_METRICS: Final = (
     ),
     Metric(
         "kvstow_shadow_window_seconds",
-        "Length of the window of the ratios. Each second counts half after observe_half_life_s.",
+        "Length of the window of the ratios. A second counts half after observe_half_life_s.",
         {"": "shadow_window_seconds"},
     ),
 )
@@ -384,7 +371,7 @@ SHADOW_KEY: Final = "shadow_hit_ratio "
 SHADOW_HIT_RATIO: Final = Metric(
     "kvstow_shadow_hit_ratio",
     "Share of the blocks of prompts that the device and a host tier of this many GiB would have "
-    "hit, of requests in the window. 0: the device alone. inf: a tier without a bound.",
+    "hit, in the window. 0: the device alone. inf: no bound.",
     {size: SHADOW_KEY + size for size in ("0", "SIZE", "inf")},
 )
 """A metric of the vLLM connector. The sizes depend on the options."""

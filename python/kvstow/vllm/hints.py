@@ -47,7 +47,7 @@ class Hints:
             shares with other requests are stored for those.
         max_load_tokens: the most tokens that kvstow loads for this request. vLLM computes the rest.
         priority: `low` lets kvstow evict the blocks that only this request has stored before all
-            others. There is no high one, because a client could keep its blocks for ever with it.
+            others.
     """
 
     store: bool = option(True, read_flag)

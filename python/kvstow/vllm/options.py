@@ -128,73 +128,65 @@ class Options:
     """The options that a user may set. Where vLLM has an option, its name is vLLM's.
 
     Attributes:
-        cpu_bytes_to_use: host memory of the engine, divided equally among its ranks. A number of
-            bytes, or a text such as "32GiB". The default is 8 GiB. Each data-parallel engine takes
-            this much.
+        cpu_bytes_to_use: host memory of an engine, divided equally among its ranks. The default is
+            8 GiB.
         cpu_bytes_to_use_per_rank: host memory of each rank, instead of `cpu_bytes_to_use`.
         num_cpu_blocks: host blocks of each rank, instead of bytes.
-        lazy_offload: store a block when it comes near eviction, not when it is computed.
+        lazy_offload: store a block when vLLM is about to overwrite it, not when it is computed.
         offload_prompt_only: store only blocks of prompts, not those with generated tokens. Of a
             streaming session, only the first prompt counts.
         store_threshold: store a block once this many requests have computed, hit or loaded it and
-            every block before it. At most 255. kvstow counts the blocks that were seen last: four
-            times as many as the tier holds, and at least 65,536.
+            every block before it. At most 255.
         max_store_blocks_in_flight: the most device blocks that stores may hold. vLLM cannot use
-            these blocks until they are copied. More are not stored, or stored in a later step. The
-            default leaves a quarter of the device's blocks to vLLM.
+            these blocks until they are copied. The default leaves a quarter of the device's blocks
+            to vLLM.
         eviction_policy: "lru" evicts the block that was used least recently. "hit-density" evicts
             the block with the fewest expected hits per unit of time.
         load_timeout_s: seconds after which a load or store counts as failed. The request of a
             failed load recomputes.
         verify: "checksum" compares every loaded block with the checksum of its store, and
-            recomputes those that differ. "off" trusts host memory.
-        events_path: a file that gets a JSON line for each transfer that begins, commits or ends. A
-            data-parallel engine of index N above 0 adds `.engineN` to the name.
+            recomputes those that differ.
+        events_path: a file that gets a JSON line for each transfer that begins, commits or ends.
         preserve_on_sleep: keep the tier when vLLM resets its caches, which it also does to sleep.
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             also of vLLM's own cache alone, and empties the tier if the content has changed. Needs
             `preserve_on_sleep`.
-        observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
-            would have. Takes no host memory for KV, copies nothing, and changes no answer. Not with
-            `disk_path` or `shared`.
-        observe_gib: reports the ratios of tiers of 0.5, 1, 2, 4 and 8 times this size, in GiB. The
-            default is the size of the host tier.
+        observe: keep no tier, and only report the hit ratios that host tiers of several sizes would
+            have. Not with `disk_path` or `shared`.
+        observe_gib: a size in GiB. The ratios are those of tiers of 0.5, 1, 2, 4 and 8 times this
+            size. The default is the size of the host tier.
         observe_half_life_s: seconds after which a lookup counts half in these ratios.
         record_trace: a file that gets a JSON line for each request, for `kvstow plan` and `kvstow
-            replay`. It has lengths, times and salted block ids, and neither tokens nor texts. A
-            data-parallel engine of index N above 0 adds `.engineN` to the name.
-        record_trace_bytes: when the trace has so many bytes, it moves to `record_trace` with `.1`
-            added, and a new one begins. At least 1 MiB.
+            replay`. It has lengths, times and salted block ids, and neither tokens nor texts.
+        record_trace_bytes: at this size, 1 MiB at least, the trace moves to `record_trace` with
+            `.1` added, and a new one begins.
         accelerate: replace three functions of vLLM with faster ones that have the same results, for
-            versions of vLLM that kvstow knows. Off by default.
-        disk_path: a folder on a local disk for what falls off host memory. Each rank keeps one slot
-            file there, which a restarted server finds. Needs `disk_bytes_to_use`.
-        disk_bytes_to_use: disk space of the engine, divided equally among its ranks. A number of
-            bytes, or a text such as "500GiB". kvstow reserves it at the start. Each data-parallel
-            engine takes this much.
+            versions of vLLM that kvstow knows.
+        disk_path: a folder on a local disk for what falls off host memory. A restarted server finds
+            its blocks there. Needs `disk_bytes_to_use`.
+        disk_bytes_to_use: disk space of an engine, reserved at the start and divided equally among
+            its ranks.
         disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
             hit, or that are stored again after an eviction, and the blocks before them.
-        disk_max_write_bytes_per_s: the most bytes per second that all ranks of an engine write.
-            Blocks wait for their turn, and are lost if the host evicts them first. When the server
-            ends, its workers write at once what this allows in `disk_flush_s`. With `shared`, it
-            also bounds what the disk keeps of what the store brought. Default: no bound.
+        disk_max_write_bytes_per_s: the most bytes per second that an engine writes. Blocks wait for
+            their turn, and are lost if the host evicts them first. When the server ends, its
+            workers write at once what this allows in `disk_flush_s`. With `shared`, it also bounds
+            what the disk keeps of what the store brought. Default: no bound.
         min_promote_tokens: a request waits for a tier below the host only if the tier adds this
             many tokens.
         promote_timeout_s: seconds after which a request goes on without what the tier still reads.
-        skip_slow_loads: a request does not wait for a tier below the host while loads from it take
-            longer than computing the same tokens. kvstow measures both. One slow load in 16 takes
-            place, because the tier may be faster again. Off by default, because runs then depend on
-            the clock.
+        skip_slow_loads: let no request wait for a tier below the host while its loads take longer
+            than computing. One slow load in 16 takes place, because the tier may be faster again.
+            Runs then depend on the clock.
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
-        disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
-            that are due. vLLM rests or sleeps after that. When the server ends, its workers write
-            for as long what only the host has, if vLLM lets them (`--shutdown-timeout`).
-        shared: URL of a store for what falls off host memory, which servers of one model share:
-            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT". With `disk_path`
-            too, the disk is read first. A URL with a password is refused.
+        disk_flush_s: seconds for which an idle server goes on writing blocks that are due, before
+            vLLM rests or sleeps. When the server ends, its workers write for as long what only the
+            host has, if vLLM lets them (`--shutdown-timeout`).
+        shared: URL of a store that servers of one model share, without a password:
+            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT".
         shared_password_file: a file with the store's password, which each new connection reads
-            again. Without it, the environment variable KVSTOW_SHARED_PASSWORD counts. The user is
+            again. The default is the environment variable KVSTOW_SHARED_PASSWORD. The user is
             KVSTOW_SHARED_USERNAME in both cases.
         shared_ca_file: certificates that vouch for the store. The default is those of the system.
         shared_certificate_file: the server's own certificate, if the store asks for one.
@@ -202,7 +194,7 @@ class Options:
         shared_ask_timeout_s: the most seconds that a request waits for the store to say what it
             has.
         shared_timeout_s: the most seconds for a read or a write, up to 86,400.
-        shared_ttl_s: seconds after which a RESP store drops a block. Default: it keeps the block.
+        shared_ttl_s: seconds after which a RESP store drops a block. Default: never.
         shared_index_blocks: blocks that each server remembers the store to have, 130 bytes each.
             The default is 8 times those of the host. With `disk_path`, it is the disk's slots.
         shared_queue_bytes: bytes of each rank that may wait for a write. More wait on the host.
