@@ -16,7 +16,6 @@ from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import Request, State
-from kvstow.engine.transfer import Transfer
 from kvstow.transfer import Event
 
 _MAX_TOKENS = 1 << 40  # the most that the ledger counts
@@ -206,9 +205,9 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
         job = scheduler.load(request_id, num_external, blocks, deadline=deadline)
         request.state, request.load_id = "loading", job.job_id
         tables, num_loaded = state.tables(request_id), num_hit + num_external
-        num_bytes = state.ranks.num_bytes(job)
-        transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
-        copies.begin(transfer, after)
+        transfer = copies.begin(
+            "load", job, begin_s, after, request_id=request_id, num_tokens=num_loaded
+        )
     return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)
 
 
