@@ -15,7 +15,8 @@ from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
 from kvstow.engine.copies import Copies
-from kvstow.engine.state import Request, State
+from kvstow.engine.request import Request
+from kvstow.engine.state import State
 from kvstow.transfer import Event
 
 _MAX_TOKENS = 1 << 40  # the most that the ledger counts

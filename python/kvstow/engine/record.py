@@ -7,8 +7,9 @@ from typing import Self
 
 from kvstow._core import BlockLedger, OffloadScheduler, SnapshotError, UnknownRequest
 from kvstow.engine.answers import Landed
+from kvstow.engine.request import Request
 from kvstow.engine.snapshot_file import Image, Model
-from kvstow.engine.state import Request, State
+from kvstow.engine.state import State
 from kvstow.transfer import BlockLayout
 
 

@@ -38,7 +38,8 @@ from kvstow.arguments import checked_int
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
-from kvstow.engine.state import Request, State
+from kvstow.engine.request import Request
+from kvstow.engine.state import State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
