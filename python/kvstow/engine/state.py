@@ -81,6 +81,8 @@ class State:
         change: whether an operation was cut short.
         last_compute: of a lazy engine, the last compute that was reported.
         has_freed: whether requests have given up blocks since.
+        weights_version: as the last reset, wake or restart has named the weights. None if none has,
+            "" after a reset that was cut short. A tier below the host knows their name itself.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class State:
         self.change = Change()
         self.last_compute: Event | None = None
         self.has_freed = False
+        self.weights_version: str | None = None
         self._refused_id = ""
         self._has_hashes = False  # whether ledger and scheduler are known to have one width
 
