@@ -42,6 +42,7 @@ from kvstow import (
     TransferError,
     hash_tokens,
 )
+from kvstow.engine.counts import DiskCounts
 from kvstow.observability import BlockEvent
 from kvstow.tiers import SlotFile, SlotFileMismatch, SlotTier
 from kvstow.tiers.files import Buffers
@@ -244,9 +245,9 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
             if where == "at the renewal":
                 patch.setattr("kvstow.tiers.slot_file.SlotTier.renew", interrupted)
             else:
-                proxy = Interrupted(it.engine.scheduler)
+                proxy: Any = Interrupted(it.engine.scheduler)
                 patch.setattr(it.engine._state, "scheduler", proxy)
-                patch.setattr(it.engine._copies.disk, "_attached", (proxy, {}))
+                patch.setattr(it.engine._copies.disk, "_counts", DiskCounts(proxy))
             with pytest.raises(KeyboardInterrupt):
                 it.engine.reset()
         calls.syncs_wait = True

@@ -44,6 +44,7 @@ from kvstow._core import (
 )
 from kvstow.closing import Closing, call_all
 from kvstow.engine.blueprint import Blueprint
+from kvstow.engine.counts import DiskCounts
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.kernel_sums import KernelSums
 from kvstow.engine.state import State
@@ -58,7 +59,6 @@ from kvstow.transfer import HostArena, TransferTimeout
 logger = logging.getLogger(__name__)
 
 _GOES_ON: Final = "kvstow: the %s tier %s, and the engine goes on: %s"
-_GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 
 class Disk(Closing):
@@ -96,9 +96,7 @@ class Disk(Closing):
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
-        # The scheduler whose index is that of the files, and what those before it have counted. A
-        # pair, because `stats` reads both at once from any thread.
-        self._attached: tuple[OffloadScheduler | None, dict[str, int]] = None, {}
+        self._counts = DiskCounts()
         self._sequence = 0
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
@@ -175,7 +173,7 @@ class Disk(Closing):
             except ConfigError as error:  # such as a width of hashes that is not a snapshot's
                 logger.warning(_GOES_ON, self._name, "begins empty", error)
                 common = agreed(ranks, 0)  # none, also at the next start
-        self._attached = state.scheduler, self._counters()
+        self._counts = self._counts.go_on(state.scheduler)
         for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):
                 ticket = tier.delete(dropped)
@@ -185,7 +183,7 @@ class Disk(Closing):
 
     def attach_if_new(self, state: State) -> None:
         """Attach the tier if a sleep, a wake or a restart has replaced the scheduler."""
-        if self._attached[0] is not state.scheduler:
+        if self._counts.scheduler is not state.scheduler:
             with state.change:
                 state.change.commit()
                 self.attach(state)
@@ -425,21 +423,12 @@ class Disk(Closing):
         tiers = [tier.stats() for tier in self._tiers]
         return {
             **scheduler.disk_stats(),
-            **self._counters(),
+            **self._counts.stats(),
             **self._byte_sums(),
             "disk_capacity_blocks": self.num_blocks,
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
             "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
             "disk_mode": MODES.index(self._mode),
-        }
-
-    def _counters(self) -> dict[str, int]:
-        """Return the counters of the attached scheduler, with those of the schedulers before it."""
-        attached, before = self._attached
-        return {
-            name: count + before.get(name, 0)
-            for name, count in (attached.disk_stats() if attached else {}).items()
-            if name not in _GAUGES
         }
 
     def _byte_sums(self) -> dict[str, int]:
