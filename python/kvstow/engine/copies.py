@@ -4,7 +4,6 @@ The device blocks of a copy are pinned from its plan until it has ended, whateve
 request. A store unpins them earlier, once it has read them.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
@@ -19,6 +18,7 @@ from kvstow.engine.transfer import Transfer
 from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram
 from kvstow.transfer import Event, TransferTimeout
 from kvstow.transfer.mover import Direction
+from kvstow.transfer.ticket import Deadline
 
 _BYTES: Final[dict[Direction, str]] = {"store": "stored_bytes", "load": "loaded_bytes"}
 _SECONDS: Final[dict[Direction, str]] = {"store": "store_seconds", "load": "load_seconds"}
@@ -156,16 +156,14 @@ class Copies:
 
     def drain(self, timeout_s: float | None) -> None:
         """Wait for the copies in flight, for `timeout_s` at most, and end those that are done."""
-        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for transfer in self.in_flight.values():
             for ticket in transfer.tickets:
-                left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
                 with suppress(TransferError, TransferTimeout):
-                    ticket.wait(left_s)
+                    ticket.wait(deadline.left_s)
         self.end_ended()
         if self.disk is not None:
-            left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
-            self.disk.drain(self._state, left_s)
+            self.disk.drain(self._state, deadline.left_s)
 
     def forget_all(self, *, report: bool) -> None:
         """Forget every copy, once no mover copies any more. With `report`, its store has failed.

@@ -55,6 +55,7 @@ from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import MODES, Mode, Tier
 from kvstow.tiers.warm import adopt, agreed, disagreed
 from kvstow.transfer import HostArena, TransferTimeout
+from kvstow.transfer.ticket import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -275,9 +276,9 @@ class Disk(Closing):
         Raises:
             TransferError: a job has not ended.
         """
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for runner in self._runners:
-            runner.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            runner.wait(deadline.left_s)
         self.end_ended(state)
         if running := self.running:
             raise TransferError(
