@@ -107,9 +107,9 @@ def test_new_engine_finds_on_the_disk_what_another_one_left(tmp_path: Path) -> N
         assert num_written == 0, "a block that is there is not written again"
         disk = it.engine._copies.disk
         assert disk is not None
-        before = disk._records()[0].sequences.max()
+        before = disk._slot_tiers[0].records().sequences.max()
         assert serve(it, "newer", OTHER[:16]) == 0
-        assert np.count_nonzero(disk._records()[0].sequences > before) == 4
+        assert np.count_nonzero(disk._slot_tiers[0].records().sequences > before) == 4
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

@@ -51,8 +51,7 @@ from kvstow.engine.state import State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.budget import ALL, Budget
 from kvstow.tiers.runner import TierRunner, blocks_of
-from kvstow.tiers.slot_index import SlotRecords
-from kvstow.tiers.tier import MODES, Mode, Tier
+from kvstow.tiers.tier import MODES, Mode, Tier, least_mode
 from kvstow.tiers.warm import adopt, agreed, disagreed
 from kvstow.transfer import HostArena, TransferTimeout
 from kvstow.transfer.ticket import Deadline
@@ -71,6 +70,8 @@ class Disk(Closing):
     """
 
     _name: ClassVar[str] = "disk"
+    # Whether other engines share its blocks, so that events report none of them as this engine's.
+    _is_shared: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Disk(Closing):
             max_disk_blocks_in_flight=self._max_in_flight(),
             min_promote_tokens=options.min_promote_tokens,
         )
-        return replace(blueprint, scheduler=scheduler)
+        return replace(blueprint, scheduler=scheduler, is_shared=self._is_shared)
 
     # -- the files -----------------------------------------------------------------------------
 
@@ -133,10 +134,6 @@ class Disk(Closing):
 
     def _max_in_flight(self) -> int:
         return self.options.max_blocks_in_flight
-
-    def _records(self) -> list[SlotRecords]:
-        """Return what each file holds already."""
-        return [tier.records() for tier in self._slot_tiers]
 
     def _open(self, arenas: Sequence[HostArena]) -> None:
         with ExitStack() as opened:
@@ -161,7 +158,7 @@ class Disk(Closing):
             if not self._runners:
                 self._open(state.ranks.arenas)
             # A tier that begins a new generation holds nothing, and writes nothing before it ends.
-            ranks = [] if self._must_renew or self._renewals else self._records()
+            ranks = [] if self._is_renewing else [tier.records() for tier in self._slot_tiers]
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
@@ -389,28 +386,36 @@ class Disk(Closing):
             self._names.add(weights_version)
         self._renew()
 
+    @property
+    def _is_renewing(self) -> bool:
+        """Whether blocks of before a reset could still come back."""
+        return self._must_renew or bool(self._renewals)
+
     def _renew(self) -> None:
         if self._must_renew:
-            for tier, fingerprint in zip(self._slot_tiers, self._fingerprints, strict=False):
-                self._renewals.append(tier.renew(fingerprint if self._is_named else None))
+            self._begin_generation()
             self._must_renew = False
         if all(ticket.has_ended for ticket in self._renewals):
             self._renewals = []
 
+    def _begin_generation(self) -> None:
+        """Let each tier begin to forget the blocks of before the reset."""
+        for tier, fingerprint in zip(self._slot_tiers, self._fingerprints, strict=False):
+            self._renewals.append(tier.renew(fingerprint if self._is_named else None))
+
     def _watch(self, state: State) -> None:
         """Let the scheduler use the tier as far as all files allow, and warn once of a fault."""
-        mode = self._file_mode()
-        if self._must_renew or self._renewals:
-            mode = "off"
-        else:
-            for error in (tier.error for tier in self._tiers if tier.mode == mode != "on"):
-                self._warn(mode, error)
+        mode: Mode = "off" if self._is_renewing else self._checked_mode(self._tiers)
         if mode != self._mode:
             state.scheduler.set_disk(mode)
             self._mode = mode
 
-    def _file_mode(self) -> Mode:
-        return min((tier.mode for tier in self._tiers), key=MODES.index, default="off")
+    def _checked_mode(self, tiers: Sequence[Tier]) -> Mode:
+        """Return what all of these tiers still do, and warn once of what keeps them from more."""
+        mode = least_mode(tier.mode for tier in tiers)
+        for error in (tier.error for tier in tiers if tier.mode == mode != "on"):
+            self._warn(mode, error)
+        return mode
 
     def _warn(self, mode: Mode, error: KvstowError | None) -> None:
         if mode not in self._warned:
