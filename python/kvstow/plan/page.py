@@ -61,7 +61,7 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
 
 
 def _hits_chart(plan: Plan, choice: Choice) -> Chart:
-    curves, least, has_device = choice.curves, least_hits(plan, choice), bool(choice.device_gib)
+    curves, least, has_device = choice.curves, least_hits(choice), bool(choice.device_gib)
     capacities, hits = drawn_hits(plan, choice)
     places = np.unique(
         np.concatenate(
@@ -143,15 +143,14 @@ def _table_hits(plan: Plan, choice: Choice) -> dict[float, float]:
     """Return the hits of device and host at the sizes of the table."""
     return {
         row.host_gib: round(plan.hit_ratio(row.num_hits - row.disk_hits), 6)
-        for row in plan.rows
-        if row.device_gib == choice.device_gib
+        for row in plan.rows_of(choice)
     }
 
 
 def _traffic_charts(plan: Plan) -> Iterator[Part]:
     """Yield a chart of the bytes per second for each device whose hosts have several sizes."""
     for choice in plan.choices:
-        rows = [row for row in plan.rows if row.device_gib == choice.device_gib]
+        rows = plan.rows_of(choice)
         disk = rows[0].disk_gib
         rows = [row for row in rows if row.disk_gib == disk]
         if len(rows) < 2:  # noqa: PLR2004 - a line needs two points
