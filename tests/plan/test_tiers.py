@@ -419,5 +419,5 @@ def test_device_without_a_usable_block_is_refused(number: int) -> None:
 
 
 def test_lazy_tier_needs_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"^mode is lazy, and no size of the device.*: pass"):
+    with pytest.raises(ConfigError, match=r"^--mode is lazy, and no size of the device.*: pass"):
         PlanOptions(mode="lazy")

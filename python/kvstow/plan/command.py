@@ -299,10 +299,10 @@ def _layout(
         return partial(lay_out, find_model(model), dtype=dtype, num_ranks=num_ranks)
     if dtype != AUTO:
         raise ConfigError(
-            f"dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
+            f"--dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
         )
     assert bytes_per_token is not None, "one of the two is given"
-    num_bytes = parse_bytes(bytes_per_token, name="bytes-per-token")
+    num_bytes = parse_bytes(bytes_per_token, name="--bytes-per-token")
     return partial(lay_out_evenly, num_bytes, num_ranks=num_ranks)
 
 

@@ -96,8 +96,8 @@ class PlanOptions:
                 )
         if self.mode == "lazy" and not (self.device_gib or self.device_blocks):
             raise ConfigError(
-                "mode is lazy, and no size of the device is given; a lazy tier stores what the "
-                "device evicts: pass --device-gib or --device-blocks"
+                "--mode is lazy, and no size of the device is given; a lazy tier stores what "
+                "the device evicts: pass --device-gib or --device-blocks"
             )
 
 

@@ -127,7 +127,7 @@ class TraceReader:
     def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(
-                f"block-size is {block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens"
+                f"--block-size is {block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens"
             )
         self.source = Source(path)
         self.block_size = block_size
@@ -135,7 +135,7 @@ class TraceReader:
     def read(self, limit: int | None = None) -> Trace:
         """Read and check the whole trace, or its first `limit` requests."""
         if limit is not None and limit < 1:
-            raise ConfigError(f"limit is {limit}; it must be at least 1 request")
+            raise ConfigError(f"--limit is {limit}; it must be at least 1 request")
         requests: list[TraceRequest] = []
         latest_s = 0.0
         for line, row in self._rows():
