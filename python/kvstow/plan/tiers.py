@@ -62,10 +62,9 @@ class PlanOptions:
         device_blocks: other sizes of it, in blocks as vLLM counts them, the null block included.
         host_gib: sizes of the host tier on all ranks; empty for sizes around the knee.
         disk_gib: sizes of the disk tier on all ranks; empty for none.
-        policy: of the host tier.
+        policies: of the points; the first is that of the host tier.
         mode: when the host tier stores.
         prefill_tokens_per_s: prompt tokens that the server computes in a second.
-        policies: of the points; the first is `policy`.
         capacities: of the points, in blocks; empty for some. With several groups there are no
             points without capacities.
     """
@@ -73,11 +72,10 @@ class PlanOptions:
     device_gib: tuple[float, ...] = ()
     host_gib: tuple[float, ...] = ()
     disk_gib: tuple[float, ...] = ()
-    policy: Policy = "lru"
+    policies: tuple[Policy, ...] = ("lru",)
     mode: Mode = "eager"
     prefill_tokens_per_s: float = 10_000.0
     device_blocks: tuple[int, ...] = ()
-    policies: tuple[Policy, ...] = ("lru",)
     capacities: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -99,6 +97,11 @@ class PlanOptions:
                 "--mode is lazy, and no size of the device is given; a lazy tier stores what "
                 "the device evicts: pass --device-gib or --device-blocks"
             )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the host tier."""
+        return self.policies[0]
 
 
 @dataclass(frozen=True, slots=True)
