@@ -386,7 +386,7 @@ class Engine(Closing):
         )
         if not step.num_granted and len(request_ids):
             num_slots = int(num_new_tokens[0]) + num_lookahead_tokens
-            check_step_fits(self._state.ledger, request_ids[0], num_slots, num_in_flight_tokens)
+            check_step_fits(self._state, request_ids[0], num_slots, num_in_flight_tokens)
         return step
 
     def computed(

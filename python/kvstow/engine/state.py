@@ -114,6 +114,11 @@ class State:
         return self.ledger.pool
 
     @property
+    def num_usable(self) -> int:
+        """Blocks that the device pool can give out: all but the null block."""
+        return self.pool.num_blocks - 1
+
+    @property
     def is_closed(self) -> bool:
         """Whether the host memory is released."""
         return any(arena.closed for arena in self.ranks.arenas)
@@ -386,8 +391,9 @@ class State:
 
     def capacity_tokens(self) -> int:
         """Return the prompt tokens that the device holds if every group keeps all its blocks."""
-        size, num_usable = self.ledger.hit_block_size, self.pool.num_blocks - 1
-        return num_usable // sum(size // group.block_size for group in self.blueprint.groups) * size
+        size = self.ledger.hit_block_size
+        num_each = sum(size // group.block_size for group in self.blueprint.groups)
+        return self.num_usable // num_each * size
 
     def stats(self) -> dict[str, int]:
         """Return those of the host tier, and what the ledger and the requests count."""
