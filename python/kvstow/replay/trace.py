@@ -123,6 +123,7 @@ class TraceReader:
     """
 
     _FIELDS = "timestamp, input_length, output_length and hash_ids"
+    _NAMES_PASSAGES = False
 
     def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
@@ -150,8 +151,7 @@ class TraceReader:
         self._checked_all()
         if not requests:
             self._fail(None, "the trace is empty; expected one JSON object a line")
-        is_content = isinstance(self, ContentReader)
-        return Trace(self.source.name, self.block_size, requests, limit, is_content)
+        return Trace(self.source.name, self.block_size, requests, limit, self._NAMES_PASSAGES)
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         raise NotImplementedError
@@ -373,6 +373,8 @@ class ContentReader(TraceReader):
     The trace does not record the length of a passage (`input_length` does not follow from the ids).
     So each id counts as one whole block: a prompt has `len(hash_ids) * block_size` tokens.
     """
+
+    _NAMES_PASSAGES = True
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         length = self._count(row, line, "input_length", at_least=1)
