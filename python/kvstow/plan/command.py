@@ -28,7 +28,7 @@ from kvstow.plan.tiers import MIB_PER_GIB, Plan, PlanOptions, build_plan
 from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
-from kvstow.replay.command import refuse_ignored_input
+from kvstow.replay.bundled import BUNDLED_NAME, refuse_ignored_input
 from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
@@ -238,7 +238,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         )
         warn_of_times([one.request for one in trace.requests])
         if not traces:
-            trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
+            trace = replace(trace, names=(BUNDLED_NAME,))
         geometry = layout(trace.block_size)
         workload = build_workload(trace, geometry.block_tokens)
         draws = bool(html or png or output.wants_json)
