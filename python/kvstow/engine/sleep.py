@@ -31,6 +31,7 @@ from kvstow.engine.recovery import mend
 from kvstow.engine.snapshot_file import HOST, Image, Model, SnapshotFile, To, write_snapshot
 from kvstow.engine.state import Asleep, State
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket
+from kvstow.transfer.arena import slots_of_runs
 from kvstow.transfer.ticket import DamagedSlots
 
 BlockIds: TypeAlias = Literal["same", "packed"] | Sequence[int] | npt.NDArray[np.integer]
@@ -80,7 +81,8 @@ def fall_asleep(  # noqa: PLR0913 - what `Engine.sleep` takes
             image = image_of(state, model, sleep_id, preserve=preserve)
             if to is not HOST:
                 sizes = block_bytes(state.ranks.layouts)
-                write_snapshot(to, image, state.ranks.arenas, _used_slots(state), sizes)
+                used = slots_of_runs(state.scheduler.used_slots(), state.blueprint.blocks_per_slot)
+                write_snapshot(to, image, state.ranks.arenas, used, sizes)
         except KvstowError:
             state.scheduler.release_image()
             raise
@@ -180,14 +182,6 @@ def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
         raise TransferError(
             f"the blocks could not be {done}: {errors[0]}. Nothing has changed, so try again"
         ) from errors[0]
-
-
-def _used_slots(state: State) -> npt.NDArray[np.int64]:
-    """Return the arena slots that hold anything."""
-    num_each = state.blueprint.blocks_per_slot
-    slots = state.scheduler.used_slots().astype(np.int64)
-    used: npt.NDArray[np.int64] = (slots[:, None] * num_each + np.arange(num_each)).reshape(-1)
-    return used
 
 
 # -- and awake again ---------------------------------------------------------------------------

@@ -329,6 +329,13 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
     return -(-slot_bytes // alignment) * alignment
 
 
+def slots_of_runs(runs: npt.NDArray[np.integer], slots_per_run: int) -> npt.NDArray[np.int64]:
+    """Return the slots of an arena that these runs have, run by run."""
+    first = runs.astype(np.int64)[:, None] * slots_per_run
+    slots: npt.NDArray[np.int64] = (first + np.arange(slots_per_run)).reshape(-1)
+    return slots
+
+
 def shared_bytes(num_slots: int, slot_bytes: int, slots_per_run: int = 1) -> int:
     """Return the bytes of shared memory for an arena: its slots and their checksums."""
     return num_slots * (slot_stride_bytes(slot_bytes, slots_per_run) + _SUM_BYTES_PER_SLOT)
