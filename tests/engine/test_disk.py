@@ -42,6 +42,7 @@ from kvstow import (
     TransferError,
     hash_tokens,
 )
+from kvstow.engine.counts import DiskCounts
 from kvstow.observability import BlockEvent
 from kvstow.tiers import SlotFile, SlotFileMismatch, SlotTier
 from kvstow.tiers.files import Buffers
@@ -106,9 +107,9 @@ def test_new_engine_finds_on_the_disk_what_another_one_left(tmp_path: Path) -> N
         assert num_written == 0, "a block that is there is not written again"
         disk = it.engine._copies.disk
         assert disk is not None
-        before = disk._records()[0].sequences.max()
+        before = disk._slot_tiers[0].records().sequences.max()
         assert serve(it, "newer", OTHER[:16]) == 0
-        assert np.count_nonzero(disk._records()[0].sequences > before) == 4
+        assert np.count_nonzero(disk._slot_tiers[0].records().sequences > before) == 4
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -244,9 +245,9 @@ def test_reset_that_is_interrupted_leaves_the_disk_off_until_it_is_durable(
             if where == "at the renewal":
                 patch.setattr("kvstow.tiers.slot_file.SlotTier.renew", interrupted)
             else:
-                proxy = Interrupted(it.engine.scheduler)
+                proxy: Any = Interrupted(it.engine.scheduler)
                 patch.setattr(it.engine._state, "scheduler", proxy)
-                patch.setattr(it.engine._copies.disk, "_attached", (proxy, {}))
+                patch.setattr(it.engine._copies.disk, "_counts", DiskCounts(proxy))
             with pytest.raises(KeyboardInterrupt):
                 it.engine.reset()
         calls.syncs_wait = True

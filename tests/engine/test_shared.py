@@ -30,8 +30,8 @@ from tests.tiers.resp.server import Server, free_port
 from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, SharedOptions, StateError, TransferError
+from kvstow.engine.request import Request
 from kvstow.engine.shared import Shared
-from kvstow.engine.state import Request
 from kvstow.tiers import SharedStore
 from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout

@@ -210,7 +210,7 @@ def test_reset_that_is_interrupted_gives_old_blocks_no_new_name(tmp_path: Path) 
             it.settle()
             it.engine.finish("writer")
             is_cut_short = is_interrupted(lambda: it.engine.reset(weights_version="2"), line)
-            if it.engine._weights_version != "2":
+            if it.engine._state.weights_version != "2":
                 with pytest.raises(
                     ConfigError, match=r"weights '1'; pass|short; call reset again$"
                 ):

@@ -368,7 +368,7 @@ def test_ranks_that_divide_no_heads_of_a_state_are_refused() -> None:
 
 
 def test_unknown_model_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"^model is 'llama-3-8b'; .*did you mean llama-3.1-8b"):
+    with pytest.raises(ConfigError, match=r"^--model is 'llama-3-8b'; .*did you mean llama-3.1-8b"):
         find_model("llama-3-8b")
 
 

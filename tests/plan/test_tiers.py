@@ -159,7 +159,9 @@ def test_flag_is_one_that_the_connector_takes(host: int) -> None:
 
 
 def test_flag_sets_all_that_was_planned() -> None:
-    sizes = PlanOptions((401 * BLOCK_GIB,), (1600 * BLOCK_GIB,), policy="hit-density", mode="lazy")
+    sizes = PlanOptions(
+        (401 * BLOCK_GIB,), (1600 * BLOCK_GIB,), policies=("hit-density",), mode="lazy"
+    )
     made = build_plan(geometry(), questions(), sizes)
     assert options_of(made) == Options(
         cpu_bytes_to_use=1600 * 4096, eviction_policy="hit-density", lazy_offload=True
@@ -419,5 +421,5 @@ def test_device_without_a_usable_block_is_refused(number: int) -> None:
 
 
 def test_lazy_tier_needs_a_device() -> None:
-    with pytest.raises(ConfigError, match=r"^mode is lazy, and no size of the device.*: pass"):
+    with pytest.raises(ConfigError, match=r"^--mode is lazy, and no size of the device.*: pass"):
         PlanOptions(mode="lazy")

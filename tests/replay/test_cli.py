@@ -215,7 +215,7 @@ def test_options_reach_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "gpt-2"], "model is 'gpt-2'; it must be the path of a config.json or one of"),
         (
             ["--model", "jamba", "--layers", "3"],
-            "layers and bytes-per-token are fixed for the model 'jamba'",
+            "--layers and --bytes-per-token are fixed for the model 'jamba'",
         ),
         (["--policy", "arc"], "'arc' is not one of 'lru', 'hit-density'.\n"),
         (["--policy", "hit_density"], "'lru', 'hit-density'; did you mean 'hit-density'?\n"),

@@ -52,7 +52,7 @@ def test_the_error_for_a_bad_option_names_value_and_bounds(
 
     with pytest.raises(ConfigError) as caught:
         ReplayConfig(**options)  # type: ignore[arg-type]
-    assert str(caught.value).startswith(problem)
+    assert str(caught.value).startswith(f"--{problem}")
 
 
 def test_pools_larger_than_the_free_memory_are_refused() -> None:

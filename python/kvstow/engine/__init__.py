@@ -1,7 +1,7 @@
 """The loop for an engine author: `Engine` wires ledger, scheduler and movers together.
 
 Here lie the engine's state, its copies in flight, the memories and movers of its ranks, sleep and
-wake, the file that an engine sleeps in, and its disk tier or shared tier.
+wake, resets, the file that an engine sleeps in, and its disk tier or shared tier.
 
 May import: kvstow._core, kvstow.arguments, kvstow.closing, kvstow.memory,
 kvstow.observability.events, kvstow.observability.histogram, kvstow.output, kvstow.sizes,

@@ -15,8 +15,8 @@ from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
 from kvstow.engine.arguments import check_sizes
 from kvstow.engine.copies import Copies
-from kvstow.engine.state import Request, State
-from kvstow.engine.transfer import Transfer
+from kvstow.engine.request import Request
+from kvstow.engine.state import State
 from kvstow.transfer import Event
 
 _MAX_TOKENS = 1 << 40  # the most that the ledger counts
@@ -54,7 +54,7 @@ class Wish:
             )
         last = self.num_tokens - 1
         self.check_can_end(state, last - last % ledger.hit_block_size)  # the longest hit of all
-        num_usable = ledger.pool.num_blocks - 1
+        num_usable = state.num_usable
         num_to_fit = ledger.blocks_to_fit(must_fit_tokens)
         if num_to_fit > num_usable:
             # The request may end before it has so many tokens. A window, chunk or state also needs
@@ -76,7 +76,7 @@ class Wish:
 
         `num_computed` counts the tokens of its hit, which it does not compute.
         """
-        num_usable = state.pool.num_blocks - 1
+        num_usable = state.num_usable
         if peak_blocks(state, num_computed, self.num_tokens, num_usable) == num_usable:
             return
         num_needed = peak_blocks(state, 0, self.num_tokens)
@@ -86,13 +86,13 @@ class Wish:
             f"num_device_blocks={num_needed + 1} or more"
         )
 
-    def check_has_room(self, ledger: BlockLedger, num_computed: int, num_slots: int) -> None:
+    def check_has_room(self, state: State, num_computed: int, num_slots: int) -> None:
         """Refuse an admission that would not fit into an empty pool either.
 
         `num_slots` counts the slots behind the computed tokens.
         """
-        num_usable = ledger.pool.num_blocks - 1
-        num_needed = ledger.min_blocks(num_computed + num_slots, num_computed) + self.reserve
+        num_usable = state.num_usable
+        num_needed = state.ledger.min_blocks(num_computed + num_slots, num_computed) + self.reserve
         if num_needed > num_usable:
             in_reserve = f", {self.reserve} of them in reserve" if self.reserve else ""
             raise OutOfBlocks(
@@ -135,7 +135,7 @@ def _peak_within(ledger: BlockLedger, first: int, end: int, at_least: int) -> in
 
 
 def check_step_fits(
-    ledger: BlockLedger, request_id: str, num_slots: int, num_in_flight_tokens: int
+    state: State, request_id: str, num_slots: int, num_in_flight_tokens: int
 ) -> None:
     """Refuse a step that could be granted only with fewer tokens, also if the pool were empty.
 
@@ -145,7 +145,8 @@ def check_step_fits(
     Raises:
         OutOfBlocks: the message says how many blocks the step needs.
     """
-    num_granted, num_usable = ledger.num_granted_tokens(request_id), ledger.pool.num_blocks - 1
+    ledger, num_usable = state.ledger, state.num_usable
+    num_granted = ledger.num_granted_tokens(request_id)
     num_computed = max(0, num_granted - num_in_flight_tokens)
     num_needed = ledger.min_blocks(num_granted + num_slots, num_computed)
     if ledger.min_blocks(num_granted + 1, num_computed) <= num_usable < num_needed:
@@ -189,7 +190,7 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
                 must_fit_tokens=wish.must_fit_tokens,
             )
             if blocks is None:
-                wish.check_has_room(ledger, num_hit + num_external, num_new + num_lookahead)
+                wish.check_has_room(state, num_hit + num_external, num_new + num_lookahead)
         except KvstowError:
             scheduler.release(request_id)
             raise
@@ -206,9 +207,9 @@ def admit(state: State, copies: Copies, wish: Wish, after: Event) -> Admission:
         job = scheduler.load(request_id, num_external, blocks, deadline=deadline)
         request.state, request.load_id = "loading", job.job_id
         tables, num_loaded = state.tables(request_id), num_hit + num_external
-        num_bytes = state.ranks.num_bytes(job)
-        transfer = Transfer(job, "load", num_bytes, begin_s, request_id, num_loaded)
-        copies.begin(transfer, after)
+        transfer = copies.begin(
+            "load", job, begin_s, after, request_id=request_id, num_tokens=num_loaded
+        )
     return Admission(AdmissionState.LOADS, num_hit, num_external, 0, tables, transfer)
 
 

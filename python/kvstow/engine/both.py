@@ -21,8 +21,7 @@ from kvstow.engine.state import State
 from kvstow.tiers import BothTier, SlotFile, SlotTier
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore
-from kvstow.tiers.slot_index import SlotRecords
-from kvstow.tiers.tier import MODES, Mode, SharedTier
+from kvstow.tiers.tier import MODES, SharedTier, least_mode
 from kvstow.transfer import BlockLayout, HostArena
 
 
@@ -30,6 +29,8 @@ class Both(Shared):
     """Runs the jobs of an engine's disk and shared tier, and asks the store what it has."""
 
     _name: ClassVar[str] = "disk"
+    # Its events are of this server's disk, because the scheduler reports no claims.
+    _is_shared: ClassVar[bool] = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - what `Shared` takes, and the files
         self,
@@ -43,15 +44,10 @@ class Both(Shared):
         """Open the file of each rank, and a tier of the store; see `Disk` and `Shared`."""
         self._slot_files = files
         # What the tiers of the store had done when they were closed.
-        self._shared_sums: Counter[str] = Counter()
+        self._shared_sums = Counter(
+            shared_put_blocks=0, shared_got_blocks=0, shared_mismatched_blocks=0
+        )
         super().__init__(store, options, blueprint, layouts, arenas)
-
-    def below(self, blueprint: Blueprint) -> Blueprint:
-        """Return a blueprint whose scheduler has this tier below the host.
-
-        Its events are of this server's disk, because the scheduler reports no claims.
-        """
-        return Disk.below(self, blueprint)
 
     @property
     def _both_tiers(self) -> list[BothTier]:
@@ -67,9 +63,6 @@ class Both(Shared):
 
     def _num_slots(self) -> int:
         return Disk._num_slots(self)
-
-    def _records(self) -> list[SlotRecords]:
-        return Disk._records(self)
 
     def _open(self, arenas: Sequence[HostArena]) -> None:
         with ExitStack() as opened:
@@ -87,17 +80,13 @@ class Both(Shared):
         self._runners, self._must_renew = runners, self._has_reset
         self._rename()
 
-    def _renew(self) -> None:
-        if self._must_renew:
-            self._forget_answers()
-            self._salt = self._new_salt()
-            prints = self._fingerprints if self._is_named else [None] * len(self._fingerprints)
-            for given in zip(self._both_tiers, self._namespaces(), prints, strict=False):
-                tier, namespace, fingerprint = given
-                self._renewals.append(tier.renew(namespace, fingerprint))
-            self._must_renew = False
-        if all(ticket.has_ended for ticket in self._renewals):
-            self._renewals = []
+    def _begin_generation(self) -> None:
+        self._forget_answers()
+        self._salt = self._new_salt()
+        prints = self._fingerprints if self._is_named else [None] * len(self._fingerprints)
+        for given in zip(self._both_tiers, self._namespaces(), prints, strict=False):
+            tier, namespace, fingerprint = given
+            self._renewals.append(tier.renew(namespace, fingerprint))
 
     def _let_go(self) -> None:
         """Keep only the figures of the tiers; see `Disk._let_go`."""
@@ -110,15 +99,8 @@ class Both(Shared):
 
     def _watch(self, state: State) -> None:
         super()._watch(state)
-        if self._must_renew or self._renewals:
-            return
-        for tier in self._slot_tiers:
-            if tier.mode != "on" and tier.mode == self._disk_mode():
-                self._warn(tier.mode, tier.error)
-
-    def _disk_mode(self) -> Mode:
-        """Return what all files still do."""
-        return min((tier.mode for tier in self._slot_tiers), key=MODES.index, default="off")
+        if not self._is_renewing:
+            self._checked_mode(self._slot_tiers)
 
     def _shared_counts(self) -> Counter[str]:
         counts = self._shared_sums.copy()
@@ -131,15 +113,12 @@ class Both(Shared):
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what `Disk.stats` does, and what the store's client and the asker have counted."""
         files = [tier.stats() for tier in self._slot_tiers]
-        counts = self._shared_counts()
+        file_mode = least_mode(tier.mode for tier in self._slot_tiers)
         return {
             **Disk.stats(self, scheduler),
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in files),
-            "disk_mode": min(MODES.index(self._mode), MODES.index(self._disk_mode())),
+            "disk_mode": MODES.index(least_mode([self._mode, file_mode])),
             "shared_mode": MODES.index(self._mode),
-            **{name: counts[name] for name in _COUNTED},
+            **self._shared_counts(),
             **self.question_stats(),
         }
-
-
-_COUNTED = ("shared_put_blocks", "shared_got_blocks", "shared_mismatched_blocks")

@@ -4,20 +4,21 @@ The device blocks of a copy are pinned from its plan until it has ended, whateve
 request. A store unpins them earlier, once it has read them.
 """
 
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
-from kvstow._core import JobEnd, StateError, TransferError
+from kvstow._core import Job, JobEnd, StateError, TransferError
 from kvstow.arguments import read_clock
 from kvstow.engine.disk import Disk
 from kvstow.engine.state import State
-from kvstow.engine.transfer import Direction, Transfer
+from kvstow.engine.transfer import Transfer
 from kvstow.observability.histogram import DURATION_BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram
 from kvstow.transfer import Event, TransferTimeout
+from kvstow.transfer.mover import Direction
+from kvstow.transfer.ticket import Deadline
 
 _BYTES: Final[dict[Direction, str]] = {"store": "stored_bytes", "load": "loaded_bytes"}
 _SECONDS: Final[dict[Direction, str]] = {"store": "store_seconds", "load": "load_seconds"}
@@ -65,12 +66,23 @@ class Copies:
         timeout_s = self._timeouts_s[direction]
         return None if timeout_s is None else begin_s + timeout_s
 
-    def begin(self, transfer: Transfer, after: Event) -> Transfer:
-        """Pin the blocks of a planned job, and submit its copies."""
-        job, ranks = transfer.job, self._state.ranks
+    def begin(  # noqa: PLR0913 - what a transfer is, and its event
+        self,
+        direction: Direction,
+        job: Job,
+        begin_s: float,
+        after: Event,
+        *,
+        request_id: str | None = None,
+        num_tokens: int = 0,
+    ) -> Transfer:
+        """Pin the blocks of a planned job, and submit its copies; see `Transfer`."""
+        ranks = self._state.ranks
+        num_bytes = ranks.num_bytes(job)
+        transfer = Transfer(job, direction, num_bytes, begin_s, request_id, num_tokens)
         self._state.pool.pin(job.block_ids)
         self.in_flight[job.job_id] = transfer
-        transfer.rank_tickets.extend(ranks.copy(transfer.direction, job, job.block_ids, after))
+        transfer.rank_tickets.extend(ranks.copy(direction, job, job.block_ids, after))
         return transfer
 
     def end_ended(self) -> None:
@@ -144,16 +156,14 @@ class Copies:
 
     def drain(self, timeout_s: float | None) -> None:
         """Wait for the copies in flight, for `timeout_s` at most, and end those that are done."""
-        limit_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for transfer in self.in_flight.values():
             for ticket in transfer.tickets:
-                left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
                 with suppress(TransferError, TransferTimeout):
-                    ticket.wait(left_s)
+                    ticket.wait(deadline.left_s)
         self.end_ended()
         if self.disk is not None:
-            left_s = None if limit_s is None else max(0.0, limit_s - time.monotonic())
-            self.disk.drain(self._state, left_s)
+            self.disk.drain(self._state, deadline.left_s)
 
     def forget_all(self, *, report: bool) -> None:
         """Forget every copy, once no mover copies any more. With `report`, its store has failed.

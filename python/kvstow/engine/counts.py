@@ -1,7 +1,8 @@
-"""What the host tier of an engine has counted, over all schedulers that it has had.
+"""What the tiers of an engine have counted, over all schedulers that it has had.
 
-A restored scheduler goes on from the counts of its snapshot. After a wake these are the engine's
-own. After a restart they are another engine's, perhaps of another process, which has exported them.
+A restored scheduler goes on from the host's counts of its snapshot. After a wake these are the
+engine's own. After a restart they are another engine's, perhaps of another process, which has
+exported them. The counts of a tier below the host begin at 0 in each scheduler.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ _GAUGES: Final = {
     "quarantined_blocks",
     "capacity_tokens",
 }
+_DISK_GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +41,25 @@ class HostCounts:
         now = scheduler.stats()
         counters = {name: n for name, n in self.stats().items() if name not in _GAUGES}
         return HostCounts(scheduler, {name: n - now[name] for name, n in counters.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class DiskCounts:
+    """The scheduler whose index is that of the tier below the host, and what those before counted.
+
+    One object has both, as in `HostCounts`.
+    """
+
+    scheduler: OffloadScheduler | None = None
+    before: Mapping[str, int] = field(default_factory=dict)
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of `OffloadScheduler.disk_stats`, over all schedulers."""
+        if self.scheduler is None:
+            return {}
+        counters = self.scheduler.disk_stats().items()
+        return {n: count + self.before.get(n, 0) for n, count in counters if n not in _DISK_GAUGES}
+
+    def go_on(self, scheduler: OffloadScheduler) -> "DiskCounts":
+        """Return the same counts, which go on with those of another scheduler from now on."""
+        return DiskCounts(scheduler, self.stats())

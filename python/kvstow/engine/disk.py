@@ -44,21 +44,21 @@ from kvstow._core import (
 )
 from kvstow.closing import Closing, call_all
 from kvstow.engine.blueprint import Blueprint
+from kvstow.engine.counts import DiskCounts
 from kvstow.engine.disk_options import DiskOptions
 from kvstow.engine.kernel_sums import KernelSums
 from kvstow.engine.state import State
 from kvstow.tiers import Fingerprint, SlotFile, SlotTier, TierTicket
 from kvstow.tiers.budget import ALL, Budget
 from kvstow.tiers.runner import TierRunner, blocks_of
-from kvstow.tiers.slot_index import SlotRecords
-from kvstow.tiers.tier import MODES, Mode, Tier
+from kvstow.tiers.tier import MODES, Mode, Tier, least_mode
 from kvstow.tiers.warm import adopt, agreed, disagreed
 from kvstow.transfer import HostArena, TransferTimeout
+from kvstow.transfer.ticket import Deadline
 
 logger = logging.getLogger(__name__)
 
 _GOES_ON: Final = "kvstow: the %s tier %s, and the engine goes on: %s"
-_GAUGES: Final = {"disk_resident_blocks", "demoting_blocks", "promoting_blocks"}
 
 
 class Disk(Closing):
@@ -70,6 +70,8 @@ class Disk(Closing):
     """
 
     _name: ClassVar[str] = "disk"
+    # Whether other engines share its blocks, so that events report none of them as this engine's.
+    _is_shared: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -96,9 +98,7 @@ class Disk(Closing):
         self._open(arenas)
         self.num_blocks: Final = self._num_slots()
         self._slot_bytes = sum(tier.slot_bytes for tier in self._tiers)
-        # The scheduler whose index is that of the files, and what those before it have counted. A
-        # pair, because `stats` reads both at once from any thread.
-        self._attached: tuple[OffloadScheduler | None, dict[str, int]] = None, {}
+        self._counts = DiskCounts()
         self._sequence = 0
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
@@ -116,7 +116,7 @@ class Disk(Closing):
             max_disk_blocks_in_flight=self._max_in_flight(),
             min_promote_tokens=options.min_promote_tokens,
         )
-        return replace(blueprint, scheduler=scheduler)
+        return replace(blueprint, scheduler=scheduler, is_shared=self._is_shared)
 
     # -- the files -----------------------------------------------------------------------------
 
@@ -134,10 +134,6 @@ class Disk(Closing):
 
     def _max_in_flight(self) -> int:
         return self.options.max_blocks_in_flight
-
-    def _records(self) -> list[SlotRecords]:
-        """Return what each file holds already."""
-        return [tier.records() for tier in self._slot_tiers]
 
     def _open(self, arenas: Sequence[HostArena]) -> None:
         with ExitStack() as opened:
@@ -162,7 +158,7 @@ class Disk(Closing):
             if not self._runners:
                 self._open(state.ranks.arenas)
             # A tier that begins a new generation holds nothing, and writes nothing before it ends.
-            ranks = [] if self._must_renew or self._renewals else self._records()
+            ranks = [] if self._is_renewing else [tier.records() for tier in self._slot_tiers]
         except KvstowError as error:
             self._warn("off", error)
             ranks = []
@@ -175,7 +171,7 @@ class Disk(Closing):
             except ConfigError as error:  # such as a width of hashes that is not a snapshot's
                 logger.warning(_GOES_ON, self._name, "begins empty", error)
                 common = agreed(ranks, 0)  # none, also at the next start
-        self._attached = state.scheduler, self._counters()
+        self._counts = self._counts.go_on(state.scheduler)
         for tier, own in zip(self._slot_tiers, ranks, strict=False):
             if common is not None and len(dropped := disagreed(own, common)):
                 ticket = tier.delete(dropped)
@@ -185,7 +181,7 @@ class Disk(Closing):
 
     def attach_if_new(self, state: State) -> None:
         """Attach the tier if a sleep, a wake or a restart has replaced the scheduler."""
-        if self._attached[0] is not state.scheduler:
+        if self._counts.scheduler is not state.scheduler:
             with state.change:
                 state.change.commit()
                 self.attach(state)
@@ -277,9 +273,9 @@ class Disk(Closing):
         Raises:
             TransferError: a job has not ended.
         """
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for runner in self._runners:
-            runner.wait(None if end_s is None else max(0.0, end_s - time.monotonic()))
+            runner.wait(deadline.left_s)
         self.end_ended(state)
         if running := self.running:
             raise TransferError(
@@ -390,28 +386,36 @@ class Disk(Closing):
             self._names.add(weights_version)
         self._renew()
 
+    @property
+    def _is_renewing(self) -> bool:
+        """Whether blocks of before a reset could still come back."""
+        return self._must_renew or bool(self._renewals)
+
     def _renew(self) -> None:
         if self._must_renew:
-            for tier, fingerprint in zip(self._slot_tiers, self._fingerprints, strict=False):
-                self._renewals.append(tier.renew(fingerprint if self._is_named else None))
+            self._begin_generation()
             self._must_renew = False
         if all(ticket.has_ended for ticket in self._renewals):
             self._renewals = []
 
+    def _begin_generation(self) -> None:
+        """Let each tier begin to forget the blocks of before the reset."""
+        for tier, fingerprint in zip(self._slot_tiers, self._fingerprints, strict=False):
+            self._renewals.append(tier.renew(fingerprint if self._is_named else None))
+
     def _watch(self, state: State) -> None:
         """Let the scheduler use the tier as far as all files allow, and warn once of a fault."""
-        mode = self._file_mode()
-        if self._must_renew or self._renewals:
-            mode = "off"
-        else:
-            for error in (tier.error for tier in self._tiers if tier.mode == mode != "on"):
-                self._warn(mode, error)
+        mode: Mode = "off" if self._is_renewing else self._checked_mode(self._tiers)
         if mode != self._mode:
             state.scheduler.set_disk(mode)
             self._mode = mode
 
-    def _file_mode(self) -> Mode:
-        return min((tier.mode for tier in self._tiers), key=MODES.index, default="off")
+    def _checked_mode(self, tiers: Sequence[Tier]) -> Mode:
+        """Return what all of these tiers still do, and warn once of what keeps them from more."""
+        mode = least_mode(tier.mode for tier in tiers)
+        for error in (tier.error for tier in tiers if tier.mode == mode != "on"):
+            self._warn(mode, error)
+        return mode
 
     def _warn(self, mode: Mode, error: KvstowError | None) -> None:
         if mode not in self._warned:
@@ -425,21 +429,12 @@ class Disk(Closing):
         tiers = [tier.stats() for tier in self._tiers]
         return {
             **scheduler.disk_stats(),
-            **self._counters(),
+            **self._counts.stats(),
             **self._byte_sums(),
             "disk_capacity_blocks": self.num_blocks,
             "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
             "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
             "disk_mode": MODES.index(self._mode),
-        }
-
-    def _counters(self) -> dict[str, int]:
-        """Return the counters of the attached scheduler, with those of the schedulers before it."""
-        attached, before = self._attached
-        return {
-            name: count + before.get(name, 0)
-            for name, count in (attached.disk_stats() if attached else {}).items()
-            if name not in _GAUGES
         }
 
     def _byte_sums(self) -> dict[str, int]:

@@ -19,8 +19,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Literal
 
-import numpy as np
-
 from kvstow._core import (
     BlockLedger,
     ConfigError,
@@ -68,6 +66,7 @@ from kvstow.engine.ranks import (
     refuse_blocks_of_tokens,
 )
 from kvstow.engine.recovery import recover, settle
+from kvstow.engine.reset import reset
 from kvstow.engine.shared import SharedOptions
 from kvstow.engine.sleep import BlockIds, NewDevice, awaken, fall_asleep, restart
 from kvstow.engine.snapshot_file import HOST, Model, To
@@ -208,9 +207,6 @@ class Engine(Closing):
             built.pop_all()
         self._state = State(blueprint, ledger, scheduler, ranks)
         self._copies = Copies(self._state, clock, load_timeout_s, store_timeout_s, opened)
-        # As the last reset, wake or restart has named the weights, if it has. "" after a reset that
-        # was cut short.
-        self._weights_version: str | None = None
         self._attach_disk()
 
     @property
@@ -390,7 +386,7 @@ class Engine(Closing):
         )
         if not step.num_granted and len(request_ids):
             num_slots = int(num_new_tokens[0]) + num_lookahead_tokens
-            check_step_fits(self._state.ledger, request_ids[0], num_slots, num_in_flight_tokens)
+            check_step_fits(self._state, request_ids[0], num_slots, num_in_flight_tokens)
         return step
 
     def computed(
@@ -582,29 +578,9 @@ class Engine(Closing):
                 closed.
         """
         self._check_open()
-        state = self._state
         if weights_version is not None:
             check_names(weights_version=weights_version)
-        num_holding = sum(request.state != "added" for request in state.requests.values())
-        if weights_version is not None and num_holding:
-            raise StateError(
-                f"{num_holding} requests hold blocks of the weights before {weights_version!r}: "
-                "preempt or finish them first"
-            )
-        disk = self._copies.disk
-        if disk is not None:
-            disk.check_is_new(weights_version)
-        # The device comes first. If an interrupt cuts this short, a tier below the host has not had
-        # the new name yet, so that the caller may try again.
-        self._weights_version = ""  # no file may have a name before all blocks are gone
-        state.make_stale()
-        if not state.pool.reset():
-            state.pool.evict(np.arange(1, state.pool.num_blocks))
-        if disk is None:
-            state.scheduler.reset()
-        else:
-            disk.reset(state, weights_version)
-        self._weights_version = weights_version
+        reset(self._state, self._copies.disk, weights_version)
 
     def take_events(self) -> list[BlockEvent]:
         """Return the block events of both pools since the last call. Empty without `events`."""
@@ -714,7 +690,6 @@ class Engine(Closing):
         timeout_s = checked_limit_s("timeout_s", timeout_s)
         check_flag("preserve", preserve, "with False, requests recompute what the host lacks")
         check_event(after)
-        self._check_model(identity, weights_version, in_file=to is not HOST)
         fall_asleep(
             self._state,
             self._copies,
@@ -779,7 +754,6 @@ class Engine(Closing):
         self.flush_events()
         device = NewDevice(ranks, num_blocks, block_ids, after)
         awake = awaken(state, Model(identity, weights_version), device)
-        self._weights_version = weights_version or self._weights_version
         self._attach_disk()
         return awake
 
@@ -825,18 +799,11 @@ class Engine(Closing):
         self._check_open()
         check_flag("requests", requests, "with True, the requests of the file come back too")
         check_path("path", path)
-        state = self._state
-        if self._copies.in_flight or not state.is_new:
-            raise StateError(
-                "this Engine has requests, or blocks on the host: restart one that was just built"
-            )
-        self._check_model(identity, weights_version, in_file=True)
         check_event(after)
         self.flush_events()
+        state, model = self._state, Model(identity, weights_version)
         device = NewDevice(state.ranks.layouts, state.pool.num_blocks, block_ids, after)
-        model = Model(identity, weights_version)
-        awake = restart(state, path, model, device, requests=requests)
-        self._weights_version = weights_version
+        awake = restart(state, self._copies, path, model, device, requests=requests)
         self._attach_disk()
         return awake
 
@@ -909,18 +876,6 @@ class Engine(Closing):
         self._check_awake()
         self._state.request(request_id)
         return self._state
-
-    def _check_model(self, identity: str, weights_version: str, *, in_file: bool) -> None:
-        """Refuse a snapshot of another model than this engine or its tier has been given."""
-        disk, named = self._copies.disk, self._weights_version
-        if disk is not None:
-            disk.check_is_of(identity, weights_version, in_file=in_file)
-        elif weights_version and named not in (None, weights_version):
-            problem = "the last reset was cut short; call reset again"
-            if named:
-                problem = f"the last reset, wake or restart has named the weights {named!r}; pass "
-                problem += "that name, or reset with that of new weights"
-            raise ConfigError(f"weights_version is {weights_version!r}, but {problem}")
 
     def _check_running(self, request_ids: Sequence[str]) -> None:
         recover(self._state, self._copies)

@@ -24,6 +24,7 @@ from kvstow.engine.ranks import Ranks
 from kvstow.tiers import TierBlocks
 from kvstow.tiers.tier import Tier
 from kvstow.transfer import BlockLayout, HostArena
+from kvstow.transfer.arena import slots_of_runs
 from kvstow.transfer.mover import Index
 from kvstow.transfer.verified import have_device_sums, record_device_sums
 
@@ -112,6 +113,6 @@ def _runs(
 ) -> tuple[Index, list[int]]:
     """Return the slots of the arena that blocks have, and the bytes that are used of each."""
     per_run = arena.slots_per_run
-    slots: Index = (host_slots[:, None] * per_run + np.arange(per_run)).reshape(-1)
+    slots = slots_of_runs(host_slots, per_run)
     sizes = np.array([layout.slot_bytes for layout in layouts])[np.asarray(blocks.groups, np.int64)]
     return slots, np.repeat(sizes, per_run).tolist()

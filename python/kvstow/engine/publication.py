@@ -7,7 +7,7 @@ a store waits for the last reported compute, and so for every compute that was r
 
 from collections.abc import Iterable, Sequence
 
-from kvstow._core import ConfigError, Hashes, Job
+from kvstow._core import ConfigError, Hashes
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import State
 from kvstow.engine.transfer import Transfer
@@ -62,7 +62,7 @@ def publish(
         if horizon_blocks is not None:
             state.has_freed = False
             job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
-        return _begin(state, copies, job, begin_s, after)
+        return None if job is None else copies.begin("store", job, begin_s, after)
 
 
 def store_freed(state: State, copies: Copies) -> None:
@@ -76,16 +76,8 @@ def store_freed(state: State, copies: Copies) -> None:
         state.change.commit()
         state.has_freed = False
         job = state.scheduler.store_evictable(state.pool, horizon_blocks, deadline=deadline)
-        _begin(state, copies, job, begin_s, after)
-
-
-def _begin(
-    state: State, copies: Copies, job: Job | None, begin_s: float, after: Event
-) -> Transfer | None:
-    if job is None:
-        return None
-    transfer = Transfer(job, "store", state.ranks.num_bytes(job), begin_s)
-    return copies.begin(transfer, after)
+        if job is not None:
+            copies.begin("store", job, begin_s, after)
 
 
 def check_chained(request_id: str, known: Sequence[bytes], hashes: Hashes) -> None:

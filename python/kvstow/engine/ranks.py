@@ -15,10 +15,10 @@ import numpy.typing as npt
 from kvstow._core import ConfigError, Job, KvstowError, StateSpace, TransferError
 from kvstow.closing import call_all
 from kvstow.engine.arguments import Group
-from kvstow.engine.transfer import Direction
 from kvstow.memory import check_memory, free_memory
 from kvstow.transfer import BlockLayout, Event, HostArena, Mover, ProvingMover, Ticket, arena_for
 from kvstow.transfer.arena import slot_stride_bytes
+from kvstow.transfer.mover import Direction
 from kvstow.transfer.ticket import HostTicket
 
 RankLayouts: TypeAlias = Sequence[BlockLayout] | Sequence[Sequence[BlockLayout]]

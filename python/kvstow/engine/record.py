@@ -7,8 +7,9 @@ from typing import Self
 
 from kvstow._core import BlockLedger, OffloadScheduler, SnapshotError, UnknownRequest
 from kvstow.engine.answers import Landed
+from kvstow.engine.request import Request
 from kvstow.engine.snapshot_file import Image, Model
-from kvstow.engine.state import Request, State
+from kvstow.engine.state import State
 from kvstow.transfer import BlockLayout
 
 
@@ -60,6 +61,21 @@ class Record:
             ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
         ) as error:  # fmt: skip
             raise damaged(f"its requests make no sense ({error!r})") from error
+
+    def written(self) -> bytes:
+        """Return the record as `read` takes it."""
+        landed = self.unreported
+        fields = {
+            "sleep_id": self.sleep_id,
+            "preserved": self.preserved,
+            "block_bytes": self.block_bytes,
+            "requests": self.requests,
+            "stale": [name for name, *_ in self.requests if name in self.stale],
+            "landed": [
+                landed.loaded, landed.failed, landed.num_stored_blocks, landed.num_failed_stores
+            ],
+        }  # fmt: skip
+        return json.dumps(fields).encode()
 
     def restored_requests(
         self, ledger: BlockLedger, scheduler: OffloadScheduler
@@ -120,26 +136,24 @@ def image_of(state: State, model: Model, sleep_id: str, *, preserve: bool) -> Im
     if not preserve:
         # A request that has just loaded will not run: report it as one whose load failed.
         landed = replace(landed, loaded=[], failed=landed.failed + landed.loaded)
-    record = {
-        "sleep_id": sleep_id,
-        "preserved": preserve,
-        "block_bytes": block_bytes(state.ranks.layouts),
-        "requests": [
-            [name, request.state == "running", request.recompute, request.num_computed]
-            for name, request in state.requests.items()
+    requests = state.requests
+    record = Record(
+        sleep_id,
+        preserve,
+        block_bytes(state.ranks.layouts),
+        [
+            (name, request.state == "running", request.recompute, request.num_computed)
+            for name, request in requests.items()
         ],
-        "stale": [name for name, request in state.requests.items() if request.is_stale],
-        "landed": [
-            landed.loaded, landed.failed, landed.num_stored_blocks, landed.num_failed_stores
-        ],
-    }  # fmt: skip
-    names = state.requests
+        landed,
+        frozenset(name for name, request in requests.items() if request.is_stale),
+    )
     return Image(
         model,
         ledger.snapshot(blocks=preserve),
         scheduler.snapshot(),
-        json.dumps(record).encode(),
-        num_requests=len(names),
-        num_tokens=sum(map(ledger.num_granted_tokens, names)) if preserve else 0,
+        record.written(),
+        num_requests=len(requests),
+        num_tokens=sum(map(ledger.num_granted_tokens, requests)) if preserve else 0,
         num_blocks=scheduler.num_resident * state.blueprint.blocks_per_slot,
     )

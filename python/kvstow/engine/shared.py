@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
@@ -38,12 +38,12 @@ from kvstow.arguments import checked_int
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
-from kvstow.engine.state import Request, State
+from kvstow.engine.request import Request
+from kvstow.engine.state import State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, TierStore
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore, of_shared
-from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import BlockLayout, HostArena
 
@@ -111,6 +111,7 @@ class Shared(Disk):
     """Runs the jobs of an engine's shared tier, and asks the store what it has."""
 
     _name: ClassVar[str] = "shared"
+    _is_shared: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -163,10 +164,6 @@ class Shared(Disk):
             return digests
         return [salted(digest, self._salt) for digest in digests]
 
-    def below(self, blueprint: Blueprint) -> Blueprint:
-        """Return a blueprint whose scheduler has this tier below the host."""
-        return replace(super().below(blueprint), is_shared=True)
-
     # -- what differs from a disk ----------------------------------------------------------------
 
     def _open(self, arenas: Sequence[HostArena]) -> None:
@@ -187,20 +184,15 @@ class Shared(Disk):
         max_queued = self._store.max_queued_bytes // max(tier.slot_bytes for tier in self._tiers)
         return min(super()._max_in_flight(), max_queued)
 
-    def _records(self) -> list[SlotRecords]:
-        return []
-
     def _rename(self) -> None:
         # There is no tier if a wake could not open it. The next one gets the names that count then.
         for tier, namespace in zip(self._shared_tiers, self._namespaces(), strict=False):
             tier.rename(namespace)
 
-    def _renew(self) -> None:
-        if self._must_renew:
-            self._salt = self._new_salt()
-            self._rename()
-            self._forget_answers()
-            self._must_renew = False
+    def _begin_generation(self) -> None:
+        self._salt = self._new_salt()
+        self._rename()
+        self._forget_answers()
 
     def _new_salt(self) -> bytes:
         """Return what keeps the blocks apart from those of other weights of the same name."""

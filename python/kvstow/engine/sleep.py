@@ -31,6 +31,7 @@ from kvstow.engine.recovery import mend
 from kvstow.engine.snapshot_file import HOST, Image, Model, SnapshotFile, To, write_snapshot
 from kvstow.engine.state import Asleep, State
 from kvstow.transfer import BlockLayout, Event, HostArena, Ticket
+from kvstow.transfer.arena import slots_of_runs
 from kvstow.transfer.ticket import DamagedSlots
 
 BlockIds: TypeAlias = Literal["same", "packed"] | Sequence[int] | npt.NDArray[np.integer]
@@ -64,6 +65,7 @@ def fall_asleep(  # noqa: PLR0913 - what `Engine.sleep` takes
     timeout_s: float | None,
 ) -> None:
     """Let an engine that is awake fall asleep, as `Engine.sleep` describes."""
+    _check_is_own(state, copies, model, in_file=to is not HOST)
     _check_place(to, model)
     copies.drain(timeout_s)
     if copies.in_flight:
@@ -79,7 +81,8 @@ def fall_asleep(  # noqa: PLR0913 - what `Engine.sleep` takes
             image = image_of(state, model, sleep_id, preserve=preserve)
             if to is not HOST:
                 sizes = block_bytes(state.ranks.layouts)
-                write_snapshot(to, image, state.ranks.arenas, _used_slots(state), sizes)
+                used = slots_of_runs(state.scheduler.used_slots(), state.blueprint.blocks_per_slot)
+                write_snapshot(to, image, state.ranks.arenas, used, sizes)
         except KvstowError:
             state.scheduler.release_image()
             raise
@@ -108,8 +111,9 @@ def awaken(state: State, model: Model, device: NewDevice) -> Awake:
         return _restore_from(state, file, device)
 
 
-def restart(
+def restart(  # noqa: PLR0913 - what `Engine.restart` takes
     state: State,
+    copies: Copies,
     path: str | os.PathLike[str],
     model: Model,
     device: NewDevice,
@@ -117,9 +121,27 @@ def restart(
     requests: bool,
 ) -> Awake:
     """Fill a new engine from a file, as `Engine.restart` describes."""
+    if copies.in_flight or not state.is_new:
+        raise StateError(
+            "this Engine has requests, or blocks on the host: restart one that was just built"
+        )
+    _check_is_own(state, copies, model, in_file=True)
     with SnapshotFile(path) as file:
         _check_model(file.image.model, model)
         return _restore_from(state, file, device, requests=requests)
+
+
+def _check_is_own(state: State, copies: Copies, model: Model, *, in_file: bool) -> None:
+    """Refuse a snapshot of another model than this engine or its tier has been given."""
+    version, named = model.weights_version, state.weights_version
+    if copies.disk is not None:
+        copies.disk.check_is_of(model.identity, version, in_file=in_file)
+    elif version and named not in (None, version):
+        problem = "the last reset was cut short; call reset again"
+        if named:
+            problem = f"the last reset, wake or restart has named the weights {named!r}; pass "
+            problem += "that name, or reset with that of new weights"
+        raise ConfigError(f"weights_version is {version!r}, but {problem}")
 
 
 # -- to sleep ----------------------------------------------------------------------------------
@@ -160,14 +182,6 @@ def _finish(tickets: Sequence[Sequence[Ticket]], done: str) -> None:
         raise TransferError(
             f"the blocks could not be {done}: {errors[0]}. Nothing has changed, so try again"
         ) from errors[0]
-
-
-def _used_slots(state: State) -> npt.NDArray[np.int64]:
-    """Return the arena slots that hold anything."""
-    num_each = state.blueprint.blocks_per_slot
-    slots = state.scheduler.used_slots().astype(np.int64)
-    used: npt.NDArray[np.int64] = (slots[:, None] * num_each + np.arange(num_each)).reshape(-1)
-    return used
 
 
 # -- and awake again ---------------------------------------------------------------------------
@@ -211,6 +225,7 @@ def _restore(
         else:
             record.finish_requests(scheduler)
         scheduler.release_image()
+        new.weights_version = image.model.weights_version or state.weights_version
         if blueprint.horizon_blocks is not None and new.running:
             # Else what the device evicts before a request's next step would not be stored.
             counts = [(name, new.requests[name].num_computed) for name in new.running]

@@ -12,14 +12,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import (
     BlockLedger,
-    Hashes,
     Job,
     KvstowError,
     LedgerPool,
@@ -33,43 +32,11 @@ from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.change import Change
 from kvstow.engine.counts import HostCounts
 from kvstow.engine.ranks import Ranks
+from kvstow.engine.request import Known, Request
 from kvstow.engine.snapshot_file import HOST, Image, To
 from kvstow.transfer import Event
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
-Known: TypeAlias = tuple[Hashes, list[int] | None, list[tuple[object, ...] | None] | None]
-
-
-@dataclass(slots=True)
-class Request:
-    """What the engine remembers of a request. The ledger has its hashes and its block tables.
-
-    Attributes:
-        num_hashes: number of hashes that `add` and `extend` gave. The ledger has more after an
-            extension that was cut short.
-        num_known: all its tokens that the caller knew when it was last admitted. None before that,
-            and after a sleep in a file.
-        num_computed: computed tokens when its last block became full, without those taken back.
-        due_tokens: number of computed tokens that fills its next block.
-        state: "stranded" is a request that was loading when the engine was closed.
-        load_id: the job that it waits for. 0 for none.
-        pending_since_s: when its admission first had to wait. None before that.
-        recompute: its load failed, so the next admission does not ask the host.
-        is_stale: a reset came after it got blocks. What it computes is not cached, because it
-            follows from KV of before the reset.
-        known: its hashes, tokens and extra keys, while recovery adds it again.
-    """
-
-    num_hashes: int
-    num_known: int | None = None
-    num_computed: int = 0
-    due_tokens: int = 1
-    state: Literal["added", "loading", "running", "stranded"] = "added"
-    load_id: int = 0
-    pending_since_s: float | None = None
-    recompute: bool = False
-    is_stale: bool = False
-    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +81,8 @@ class State:
         change: whether an operation was cut short.
         last_compute: of a lazy engine, the last compute that was reported.
         has_freed: whether requests have given up blocks since.
+        weights_version: as the last reset, wake or restart has named the weights. None if none has,
+            "" after a reset that was cut short. A tier below the host knows their name itself.
     """
 
     def __init__(
@@ -135,6 +104,7 @@ class State:
         self.change = Change()
         self.last_compute: Event | None = None
         self.has_freed = False
+        self.weights_version: str | None = None
         self._refused_id = ""
         self._has_hashes = False  # whether ledger and scheduler are known to have one width
 
@@ -142,6 +112,11 @@ class State:
     def pool(self) -> LedgerPool:
         """The device pool."""
         return self.ledger.pool
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that the device pool can give out: all but the null block."""
+        return self.pool.num_blocks - 1
 
     @property
     def is_closed(self) -> bool:
@@ -416,8 +391,9 @@ class State:
 
     def capacity_tokens(self) -> int:
         """Return the prompt tokens that the device holds if every group keeps all its blocks."""
-        size, num_usable = self.ledger.hit_block_size, self.pool.num_blocks - 1
-        return num_usable // sum(size // group.block_size for group in self.blueprint.groups) * size
+        size = self.ledger.hit_block_size
+        num_each = sum(size // group.block_size for group in self.blueprint.groups)
+        return self.num_usable // num_each * size
 
     def stats(self) -> dict[str, int]:
         """Return those of the host tier, and what the ledger and the requests count."""

@@ -1,13 +1,11 @@
 """The copies of one job, on all ranks."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
 
 from kvstow._core import Job
 from kvstow.transfer import Ticket
+from kvstow.transfer.mover import Direction
 from kvstow.transfer.ticket import outcome
-
-Direction: TypeAlias = Literal["store", "load"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +37,7 @@ class Transfer:
 
     def poll(self) -> bool:
         """Return whether all copies have ended, well or not. Never blocks."""
-        return all(ticket.poll() for tickets in self.rank_tickets for ticket in tickets)
+        return all(ticket.poll() for ticket in self.tickets)
 
     def source_released(self) -> bool:
         """Return whether no copy reads its source any more, on any rank. Never blocks."""

@@ -181,11 +181,11 @@ def lay_out_evenly(token_bytes: int, block_tokens: int, *, num_ranks: int = 1) -
         ConfigError: no bytes, or bytes that the ranks cannot share.
     """
     if num_ranks < 1:
-        raise ConfigError(f"tensor-parallel-size is {num_ranks}; it must be at least 1")
+        raise ConfigError(f"--tensor-parallel-size is {num_ranks}; it must be at least 1")
     if not 1 <= token_bytes <= _MAX_TOKEN_BYTES or token_bytes % num_ranks:
         raise ConfigError(
-            f"bytes-per-token is {token_bytes}; it must be 1 to {_MAX_TOKEN_BYTES} and a multiple "
-            f"of the number of ranks, {num_ranks}: pass the bytes on all ranks together"
+            f"--bytes-per-token is {token_bytes}; it must be 1 to {_MAX_TOKEN_BYTES} and a "
+            f"multiple of the number of ranks, {num_ranks}: pass the bytes on all ranks together"
         )
     own = token_bytes // num_ranks
     group = KvGroup(FullAttention(block_tokens), 1, block_tokens * own)
@@ -229,17 +229,17 @@ def _dtype(model: ModelConfig, given: str) -> tuple[str, int]:
 
 def _heads_per_rank(model: ModelConfig, num_ranks: int) -> int:
     if num_ranks < 1:
-        raise ConfigError(f"tensor-parallel-size is {num_ranks}; it must be at least 1")
+        raise ConfigError(f"--tensor-parallel-size is {num_ranks}; it must be at least 1")
     heads = model.num_kv_heads
     if not model.is_latent and heads % num_ranks and num_ranks % heads:
         raise ConfigError(
-            f"tensor-parallel-size is {num_ranks}; it must divide the {heads} KV heads of "
+            f"--tensor-parallel-size is {num_ranks}; it must divide the {heads} KV heads of "
             f"{model.name}, or be a multiple of them"
         )
     if model.num_heads % num_ranks:
         raise ConfigError(
-            f"tensor-parallel-size is {num_ranks}; it must divide the {model.num_heads} attention "
-            f"heads of {model.name}"
+            f"--tensor-parallel-size is {num_ranks}; it must divide the {model.num_heads} "
+            f"attention heads of {model.name}"
         )
     return max(1, heads // num_ranks)
 
@@ -270,8 +270,8 @@ def _state_bytes(model: ModelConfig, size: StateSize, num_ranks: int) -> int:
     """Return the bytes of a layer's state on one rank."""
     if size.num_heads % num_ranks:
         raise ConfigError(
-            f"tensor-parallel-size is {num_ranks}; it must divide the {size.num_heads} state heads "
-            f"of {model.name}"
+            f"--tensor-parallel-size is {num_ranks}; it must divide the {size.num_heads} state "
+            f"heads of {model.name}"
         )
     groups = size.num_groups if size.num_groups % num_ranks == 0 else num_ranks
     channels = (size.inner_channels + groups * size.group_channels) // num_ranks

@@ -89,6 +89,6 @@ def find_model(name: str) -> ModelConfig:
     near = get_close_matches(name.lower(), PRESETS, n=1, cutoff=0.5)
     meant = f" (did you mean {near[0]}?)" if near else ""
     raise ConfigError(
-        f"model is {name!r}; it must be the path of a config.json or one of "
+        f"--model is {name!r}; it must be the path of a config.json or one of "
         f"{', '.join(PRESETS)}{meant}: download the model's config.json and pass its path"
     )

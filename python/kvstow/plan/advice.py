@@ -59,8 +59,7 @@ def _largest_sentence(plan: Plan, choice: Choice) -> str:
     Chats that pause for minutes bend the curve early. If they come back after hours, most hits need
     far more memory, and twice the recommended size shows nothing of them.
     """
-    own = [row for row in plan.rows if row.device_gib == choice.device_gib]
-    row = max(own, key=lambda one: one.host_gib)
+    row = max(plan.rows_of(choice), key=lambda one: one.host_gib)
     saved = plan.hit_ratio(row.saved_by_host)
     least = _FAR_MORE * plan.hit_ratio(choice.judged.saved_by_host) if choice.is_worth_it else 0.0
     if saved < LEAST_GAIN or saved < least:
@@ -85,7 +84,7 @@ def _small_host_sentence(plan: Plan, choice: Choice) -> str:
     Of disks with equal hits, it is the smallest. The recommendation is about the host tier, and a
     small one above a large disk may do as well.
     """
-    own = [row for row in plan.rows if row.device_gib == choice.device_gib]
+    own = plan.rows_of(choice)
     row = min(own, key=lambda one: (one.host_gib, -one.num_hits, one.disk_gib or 0))
     if row.disk_gib is None or row == choice.judged or plan.hit_ratio(row.disk_hits) < LEAST_GAIN:
         return ""
@@ -141,14 +140,9 @@ def rounded_size(gib: float) -> str:
     return size(float(f"{gib * unit:.3g}") / unit)
 
 
-def knee_gib(plan: Plan, choice: Choice) -> float:
-    """Return the size at the knee of the curve beside the device."""
-    return plan.gib(choice.curves.beside(num_device(plan, choice)).knee)
-
-
 def knee_size(plan: Plan, choice: Choice) -> str:
     """Return the knee in three digits, rounded up so that a tier of this size reaches it."""
-    gib = knee_gib(plan, choice)
+    gib = plan.gib(choice.knee)
     unit = _unit(gib)
     last = 10 ** (math.floor(math.log10(gib * unit)) - 2) if gib else 1
     # The product of a quotient may exceed a whole number by a rounding error.
@@ -162,14 +156,7 @@ def marks(plan: Plan, choice: Choice) -> list[tuple[float, str]]:
     """
     found = []
     if choice.is_worth_it or not choice.reaches_knee:
-        found.append((knee_gib(plan, choice), "knee"))
+        found.append((plan.gib(choice.knee), "knee"))
     if choice.host_gib is not None:
         found.append((choice.host_gib, "recommended"))
     return found
-
-
-def num_device(plan: Plan, choice: Choice) -> int:
-    """Return the blocks of the device that a curve counts; 0 without a device."""
-    if choice.device_gib is None:
-        return 0
-    return int(choice.device_gib * GIB // plan.geometry.device_block_bytes) - 1

@@ -28,7 +28,7 @@ from kvstow.plan.tiers import MIB_PER_GIB, Plan, PlanOptions, build_plan
 from kvstow.plan.traces import read_traces
 from kvstow.plan.workload import build_workload
 from kvstow.replay import BUNDLED_TRACE
-from kvstow.replay.command import refuse_ignored_input
+from kvstow.replay.bundled import BUNDLED_NAME, refuse_ignored_input
 from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
@@ -44,9 +44,17 @@ def _gib_of(text: str) -> float:
 
 
 def _listed(
-    name: str, number: Callable[[str], float], metavar: str, text: str
+    name: str, number: Callable[[str], float], what: str, metavar: str, text: str
 ) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Return an option of several numbers: with commas between them, or given several times."""
+    """Return an option of several numbers: with commas between them, or given several times.
+
+    Args:
+        name: the option.
+        number: reads a number.
+        what: what the numbers count, with examples, for the error message.
+        metavar: stands for a number in the help.
+        text: the help text.
+    """
 
     def numbers(context: click.Context, own: click.Parameter, given: tuple[str, ...]) -> object:
         found: list[float] = []
@@ -54,8 +62,6 @@ def _listed(
             try:
                 found += map(number, part.split(","))
             except ValueError:
-                in_gib = "GiB, such as 4 or 4,8,16 or 4GiB or 48MiB"
-                what = in_gib if number is _gib_of else "blocks, such as 1000 or 1000,4000"
                 message = f"{part!r} is not a number of {what}."
                 raise click.BadParameter(message, context, own) from None
         return tuple(found)
@@ -70,7 +76,13 @@ def _listed(
 
 
 def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    return _listed(name, _gib_of, "GIB", text)
+    return _listed(name, _gib_of, "GiB, such as 4 or 4,8,16 or 4GiB or 48MiB", "GIB", text)
+
+
+def _blocks(
+    name: str, metavar: str, text: str
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    return _listed(name, int, "blocks, such as 1000 or 1000,4000", metavar, text)
 
 
 @click.command()
@@ -103,9 +115,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     help="Number of GPUs that share the model, as for vLLM.",
 )
 @_gib("--device-gib", "Size of the KV cache on each GPU; vLLM logs it at its start.")
-@_listed(
+@_blocks(
     "--device-blocks",
-    int,
     "N",
     "The same in blocks, as vLLM's --num-gpu-blocks-override, the null block included. Beside "
     "--device-gib, the plan has the sizes of both.",
@@ -125,9 +136,8 @@ def _gib(name: str, text: str) -> Callable[[Callable[..., int]], Callable[..., i
     "the option to add points of other policies to `curve` in the JSON. The first sets table and "
     "flag.",
 )
-@_listed(
+@_blocks(
     "--capacity",
-    int,
     "BLOCKS",
     "Size at which --json gives the hits of one cache, for each policy. [default: some sizes; none "
     "for a model with several groups of layers]",
@@ -206,15 +216,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     """
     _check_traces(traces, output)
     options = PlanOptions(
-        device_gib,
-        host_gib,
-        disk_gib,
-        policy[0],
-        mode,
-        prefill_tokens_per_s,
-        device_blocks,
-        policy,
-        capacity,
+        device_gib, host_gib, disk_gib, policy, mode, prefill_tokens_per_s, device_blocks, capacity
     )
     layout = _layout(model, bytes_per_token, dtype, num_ranks)
     layout(block_size or 1)  # refuses bad options
@@ -236,7 +238,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
         )
         warn_of_times([one.request for one in trace.requests])
         if not traces:
-            trace = replace(trace, names=(f"{BUNDLED_TRACE.name} (bundled)",))
+            trace = replace(trace, names=(BUNDLED_NAME,))
         geometry = layout(trace.block_size)
         workload = build_workload(trace, geometry.block_tokens)
         draws = bool(html or png or output.wants_json)
@@ -299,10 +301,10 @@ def _layout(
         return partial(lay_out, find_model(model), dtype=dtype, num_ranks=num_ranks)
     if dtype != AUTO:
         raise ConfigError(
-            f"dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
+            f"--dtype is {dtype}, but --bytes-per-token names the bytes already: leave --dtype out"
         )
     assert bytes_per_token is not None, "one of the two is given"
-    num_bytes = parse_bytes(bytes_per_token, name="bytes-per-token")
+    num_bytes = parse_bytes(bytes_per_token, name="--bytes-per-token")
     return partial(lay_out_evenly, num_bytes, num_ranks=num_ranks)
 
 

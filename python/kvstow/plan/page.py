@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from kvstow.plan.advice import flag, marks, sentence, size
+from kvstow.plan.curves import Ints
 from kvstow.plan.report import (
     about,
     drawn_hits,
@@ -61,47 +62,6 @@ def _parts(plan: Plan, lines: list[str]) -> Iterator[Part]:
 
 
 def _hits_chart(plan: Plan, choice: Choice) -> Chart:
-    curves, least, has_device = choice.curves, least_hits(plan, choice), bool(choice.device_gib)
-    capacities, hits = drawn_hits(plan, choice)
-    places = np.unique(
-        np.concatenate(
-            [
-                np.linspace(0, len(capacities) - 1, _MAX_POINTS // 2),
-                np.geomspace(1, len(capacities), _MAX_POINTS // 2) - 1,
-            ]
-        ).astype(np.int64)
-    )
-
-    def series(name: str, capacities: object, hits: object, *, dots: bool = False) -> Series:
-        return Series(
-            name,
-            [round(plan.gib(int(at)), 6) for at in np.asarray(capacities)],
-            [round(plan.hit_ratio(max(int(number), least)), 6) for number in np.asarray(hits)],
-            dots,
-        )
-
-    policy = "LRU" if plan.options.policy == "lru" or curves.is_exact else plan.options.policy
-    how = "exact" if curves.is_exact else "simulated"
-    lines = [
-        series(
-            f"{policy}, {how}",
-            capacities[places],
-            hits[places],
-            dots=not curves.is_exact,
-        )
-    ]
-    if len(curves.bound_at):
-        bound = "best possible, one cache alone" if has_device else "best possible"
-        lines.append(series(bound, curves.bound_at, curves.clairvoyant))
-    if len(curves.density_at):
-        lines.append(_density_series(plan, choice))
-    if curves.is_exact and plan.options.mode == "lazy":
-        rows = _table_hits(plan, choice)
-        name = f"{plan.options.policy}, lazy, as in the table"
-        lines.append(Series(name, list(rows), list(rows.values()), dots=True))
-    last = plan.gib(int(curves.capacities[-1]))
-    infinite = plan.hit_ratio(curves.infinite)
-    lines.append(Series("unlimited memory", [0, last], [infinite, infinite]))
     beside, point = "", "Each point is a cache of that size."
     if choice.device_gib is not None:
         beside = f", beside {size(choice.device_gib)} on each device"
@@ -113,9 +73,9 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         f"Hits against memory{beside}{without_disk}",
         f"{point} No single cache of that size can hit more than the best possible one, which "
         "knows all later requests."
-        if curves.is_exact
+        if choice.curves.is_exact
         else "Each point is a simulation of the host tier with that size.",
-        lines,
+        list(_hits_lines(plan, choice)),
         x_format="gib",
         y_format="percent",
         x_label="size of the host tier",
@@ -123,6 +83,45 @@ def _hits_chart(plan: Plan, choice: Choice) -> Chart:
         marks=marks(plan, choice),
         can_be_log=True,
     )
+
+
+def _hits_lines(plan: Plan, choice: Choice) -> Iterator[Series]:
+    """Yield the curves of a device, and the hits of unlimited memory."""
+    curves, options, least = choice.curves, plan.options, least_hits(choice)
+
+    def series(name: str, capacities: Ints, hits: Ints, *, dots: bool = False) -> Series:
+        return Series(
+            name,
+            [round(plan.gib(capacity), 6) for capacity in capacities.tolist()],
+            [round(plan.hit_ratio(max(number, least)), 6) for number in hits.tolist()],
+            dots,
+        )
+
+    policy = "LRU" if options.policy == "lru" or curves.is_exact else options.policy
+    how = "exact" if curves.is_exact else "simulated"
+    capacities, hits = drawn_hits(plan, choice)
+    places = _drawn_places(len(capacities))
+    yield series(f"{policy}, {how}", capacities[places], hits[places], dots=not curves.is_exact)
+    if len(curves.bound_at):
+        bound = "best possible, one cache alone" if choice.device_gib else "best possible"
+        yield series(bound, curves.bound_at, curves.clairvoyant)
+    if len(curves.density_at):
+        yield _density_series(plan, choice)
+    if curves.is_exact and options.mode == "lazy":
+        rows = _table_hits(plan, choice)
+        name = f"{options.policy}, lazy, as in the table"
+        yield Series(name, list(rows), list(rows.values()), dots=True)
+    last = plan.gib(int(curves.capacities[-1]))
+    infinite = plan.hit_ratio(curves.infinite)
+    yield Series("unlimited memory", [0, last], [infinite, infinite])
+
+
+def _drawn_places(number: int) -> Ints:
+    """Return which of a curve's points to draw: half evenly spaced, half by equal ratios."""
+    even = np.linspace(0, number - 1, _MAX_POINTS // 2)
+    ratio = np.geomspace(1, number, _MAX_POINTS // 2) - 1
+    places: Ints = np.unique(np.concatenate([even, ratio]).astype(np.int64))
+    return places
 
 
 def _density_series(plan: Plan, choice: Choice) -> Series:
@@ -143,15 +142,14 @@ def _table_hits(plan: Plan, choice: Choice) -> dict[float, float]:
     """Return the hits of device and host at the sizes of the table."""
     return {
         row.host_gib: round(plan.hit_ratio(row.num_hits - row.disk_hits), 6)
-        for row in plan.rows
-        if row.device_gib == choice.device_gib
+        for row in plan.rows_of(choice)
     }
 
 
 def _traffic_charts(plan: Plan) -> Iterator[Part]:
     """Yield a chart of the bytes per second for each device whose hosts have several sizes."""
     for choice in plan.choices:
-        rows = [row for row in plan.rows if row.device_gib == choice.device_gib]
+        rows = plan.rows_of(choice)
         disk = rows[0].disk_gib
         rows = [row for row in rows if row.disk_gib == disk]
         if len(rows) < 2:  # noqa: PLR2004 - a line needs two points

@@ -43,7 +43,7 @@ def checked_capacities(capacities: Sequence[int]) -> tuple[int, ...]:
     for capacity in capacities:
         if not 1 <= capacity < MAX_BLOCKS:
             raise ConfigError(
-                f"capacity is {capacity}; it must be 1 to {MAX_BLOCKS - 1}: pass blocks"
+                f"--capacity is {capacity}; it must be 1 to {MAX_BLOCKS - 1}: pass blocks"
             )
     return tuple(capacities)
 

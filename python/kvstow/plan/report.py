@@ -13,10 +13,8 @@ from kvstow._core import SlidingWindow, StateSpace
 from kvstow.output import can_print
 from kvstow.plan.advice import (
     flag,
-    knee_gib,
     knee_size,
     marks,
-    num_device,
     rounded_size,
     sentence,
     size,
@@ -203,14 +201,14 @@ def _curve_json(plan: Plan, choice: Choice) -> dict[str, object]:
         "clairvoyant": points(list(curves.bound_at), list(curves.clairvoyant)),
         "hit_density": points(list(curves.density_at), list(curves.density)),
         "infinite_hit_ratio": plan.hit_ratio(curves.infinite),
-        "knee_gib": knee_gib(plan, choice),
+        "knee_gib": plan.gib(choice.knee),
     }
 
 
-def least_hits(plan: Plan, choice: Choice) -> int:
+def least_hits(choice: Choice) -> int:
     """Return the hits of the device, which a smaller host tier does not lower."""
     # Simulated curves have them.
-    return choice.curves.at(num_device(plan, choice)) if choice.curves.is_exact else 0
+    return choice.curves.at(choice.num_device_blocks) if choice.curves.is_exact else 0
 
 
 def drawn_hits(plan: Plan, choice: Choice) -> tuple[Ints, Ints]:
@@ -220,9 +218,9 @@ def drawn_hits(plan: Plan, choice: Choice) -> tuple[Ints, Ints]:
         return curves.capacities, curves.hits
     hits = dict(zip(curves.capacities.tolist(), curves.hits.tolist(), strict=True))
     slot_bytes = plan.geometry.host_block_bytes
-    for row in plan.rows:
+    for row in plan.rows_of(choice):
         num_slots = int(row.host_gib * GIB // slot_bytes)
-        if row.device_gib == choice.device_gib and num_slots < curves.capacities[-1]:
+        if num_slots < curves.capacities[-1]:
             hits[num_slots] = row.num_hits - row.disk_hits
     capacities = np.array(sorted(hits), dtype=np.int64)
     return capacities, np.array([hits[at] for at in capacities.tolist()], dtype=np.int64)
@@ -356,7 +354,7 @@ def sketch(plan: Plan, choice: Choice) -> str:
     curves = choice.curves
     last = int(curves.capacities[-1]) or 1
     at = np.linspace(last / _SKETCH_COLUMNS, last, _SKETCH_COLUMNS).astype(np.int64)
-    hits = np.maximum(np.interp(at, *drawn_hits(plan, choice)), least_hits(plan, choice))
+    hits = np.maximum(np.interp(at, *drawn_hits(plan, choice)), least_hits(choice))
     eighths = _EIGHTHS if can_print(_EIGHTHS) else "    #####"
     levels = np.rint(hits / (curves.infinite or 1) * _SKETCH_ROWS * 8).astype(np.int64)
     lines = []

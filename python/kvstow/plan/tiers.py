@@ -62,10 +62,9 @@ class PlanOptions:
         device_blocks: other sizes of it, in blocks as vLLM counts them, the null block included.
         host_gib: sizes of the host tier on all ranks; empty for sizes around the knee.
         disk_gib: sizes of the disk tier on all ranks; empty for none.
-        policy: of the host tier.
+        policies: of the points; the first is that of the host tier.
         mode: when the host tier stores.
         prefill_tokens_per_s: prompt tokens that the server computes in a second.
-        policies: of the points; the first is `policy`.
         capacities: of the points, in blocks; empty for some. With several groups there are no
             points without capacities.
     """
@@ -73,11 +72,10 @@ class PlanOptions:
     device_gib: tuple[float, ...] = ()
     host_gib: tuple[float, ...] = ()
     disk_gib: tuple[float, ...] = ()
-    policy: Policy = "lru"
+    policies: tuple[Policy, ...] = ("lru",)
     mode: Mode = "eager"
     prefill_tokens_per_s: float = 10_000.0
     device_blocks: tuple[int, ...] = ()
-    policies: tuple[Policy, ...] = ("lru",)
     capacities: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -96,9 +94,14 @@ class PlanOptions:
                 )
         if self.mode == "lazy" and not (self.device_gib or self.device_blocks):
             raise ConfigError(
-                "mode is lazy, and no size of the device is given; a lazy tier stores what the "
-                "device evicts: pass --device-gib or --device-blocks"
+                "--mode is lazy, and no size of the device is given; a lazy tier stores what "
+                "the device evicts: pass --device-gib or --device-blocks"
             )
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the host tier."""
+        return self.policies[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ class Choice:
     """The recommended size for one device.
 
     Attributes:
-        device_gib: size of the KV cache on each GPU; None for none.
+        num_device_blocks: usable blocks of the device; 0 without a device.
         curves: the hits against the capacity of the host tier.
         judged: the smallest host tier that reaches the knee, or the largest one if none does, with
             the disk that was chosen.
@@ -163,7 +166,7 @@ class Choice:
         misfit: why the device has no room for the longest request; None if it has.
     """
 
-    device_gib: float | None
+    num_device_blocks: int
     curves: Curves
     judged: Tiers
     reaches_knee: bool
@@ -171,6 +174,16 @@ class Choice:
     takes_disk: bool
     doubled_hits: int
     misfit: str | None
+
+    @property
+    def device_gib(self) -> float | None:
+        """Size of the KV cache on each GPU; None for none."""
+        return self.judged.device_gib
+
+    @property
+    def knee(self) -> int:
+        """The slots of the host tier at the knee of the curve beside the device."""
+        return self.curves.beside(self.num_device_blocks).knee
 
     @property
     def tiers(self) -> Tiers | None:
@@ -210,7 +223,11 @@ class Plan:
 
     def hit_ratio(self, num_blocks: float) -> float:
         """Return the share of the prompt tokens that these blocks hold."""
-        return num_blocks * self.geometry.block_tokens / self.workload.num_prompt_tokens
+        return self.workload.hit_ratio(num_blocks)
+
+    def rows_of(self, choice: Choice) -> list[Tiers]:
+        """Return the rows that have the device of a choice."""
+        return [row for row in self.rows if row.device_gib == choice.device_gib]
 
 
 def build_plan(
@@ -267,27 +284,28 @@ def _choose(counter: _Counter, server: Server, rows: Sequence[Tiers]) -> Choice:
     A tier that saves less than `LEAST_GAIN` of the prompt tokens is not worth its memory. Of the
     disks, the smallest is chosen whose hits are less than `LEAST_GAIN` below those of the best.
     """
-    knee = counter.curves.beside(server.num_device_blocks or 0).knee
+    num_device, hit_ratio = server.num_device_blocks or 0, server.workload.hit_ratio
+    knee = counter.curves.beside(num_device).knee
     reach = [row for row in rows if counter.num_slots(row.host_gib) >= knee]
     host_gib = (reach[0] if reach else rows[-1]).host_gib
     own = [row for row in rows if row.host_gib == host_gib]  # ascending disks
     most = max(row.num_hits for row in own)
-    near = [row for row in own if counter.ratio(most - row.num_hits) < LEAST_GAIN]
+    near = [row for row in own if hit_ratio(most - row.num_hits) < LEAST_GAIN]
     # Two disks below the limit may differ by less than it, and only the larger one reach it.
-    worth = [row for row in near if counter.ratio(row.disk_hits) >= LEAST_GAIN]
+    worth = [row for row in near if hit_ratio(row.disk_hits) >= LEAST_GAIN]
     row = (worth or near)[0]
-    takes_disk = counter.ratio(row.disk_hits) >= LEAST_GAIN
-    is_worth_it = takes_disk or counter.ratio(row.saved_by_host) >= LEAST_GAIN
+    takes_disk = hit_ratio(row.disk_hits) >= LEAST_GAIN
+    is_worth_it = takes_disk or hit_ratio(row.saved_by_host) >= LEAST_GAIN
     doubled = counter.num_doubled_hits(row.host_gib) if is_worth_it else 0
     return Choice(
-        row.device_gib,
-        counter.curves,
-        row,
-        bool(reach),
-        is_worth_it,
-        takes_disk,
-        doubled,
-        server.misfit,
+        num_device_blocks=num_device,
+        curves=counter.curves,
+        judged=row,
+        reaches_knee=bool(reach),
+        is_worth_it=is_worth_it,
+        takes_disk=takes_disk,
+        doubled_hits=doubled,
+        misfit=server.misfit,
     )
 
 
@@ -344,10 +362,6 @@ class _Counter:
     def num_slots(self, host_gib: float) -> int:
         """Return the slots of a host tier."""
         return self._sizes.host_slots(host_gib)
-
-    def ratio(self, num_blocks: int) -> float:
-        """Return the share of the prompt tokens that these blocks hold."""
-        return num_blocks * self._geometry.block_tokens / self._workload.num_prompt_tokens
 
     def num_doubled_hits(self, host_gib: float) -> int:
         """Return the blocks that a host tier of twice the size adds to the hits, without a disk."""

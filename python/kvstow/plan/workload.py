@@ -51,6 +51,10 @@ class Workload:
         """Tokens of all prompts."""
         return sum(self.prompt_tokens)
 
+    def hit_ratio(self, num_blocks: float) -> float:
+        """Return the share of the prompt tokens that these blocks hold."""
+        return num_blocks * self.block_tokens / self.num_prompt_tokens
+
     @cached_property
     def num_lookups(self) -> list[int]:
         """Blocks of each prompt that a hit can bring: one token is left to compute."""

@@ -1,14 +1,8 @@
 """The command `kvstow replay`."""
 
-import os
-import select
-import stat
-import sys
-import termios
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from fcntl import ioctl
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,11 +12,11 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from kvstow._core import ConfigError
 from kvstow.choices import OneOf
 from kvstow.closing import Closing
 from kvstow.output import Output, with_output, written_file
 from kvstow.replay import BUNDLED_TRACE
+from kvstow.replay.bundled import BUNDLED_NAME, refuse_ignored_input
 from kvstow.replay.config import Option, ReplayConfig
 from kvstow.replay.engine import ReplayEngine
 from kvstow.replay.fleet_command import (
@@ -42,7 +36,6 @@ from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, Trace, read_trace
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
 _REFRESH_S = 0.1
-_PIPE_PATIENCE_MS = 200
 
 
 def _default(option: Option) -> object:
@@ -130,7 +123,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
         warn_of_times(found.requests)
         return found
 
-    title = f"{BUNDLED_TRACE.name} (bundled)" if trace is None else Source(trace).name
+    title = BUNDLED_NAME if trace is None else Source(trace).name
     if trace is not None:
         Source(trace).check()
     if options["servers"] is not None:
@@ -167,42 +160,6 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
     if interrupted:
         return EXIT_INTERRUPTED
     return EXIT_CORRUPT if engine.verifier.num_corrupt else EXIT_OK
-
-
-def refuse_ignored_input(use: str) -> None:
-    """Raise `ConfigError` if standard input has data, which needs the argument `-`.
-
-    `use` is what the command does with a trace.
-
-    Otherwise standard input is a terminal, closed, /dev/null, at its end, or (under ssh and some CI
-    systems) a pipe that stays open and empty.
-    """
-    try:
-        descriptor = sys.stdin.fileno()
-        mode = os.fstat(descriptor).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or an object without descriptor
-        return
-    if stat.S_ISREG(mode):
-        num_bytes = os.fstat(descriptor).st_size - os.lseek(descriptor, 0, os.SEEK_CUR)
-    elif stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        if not poll.poll(_PIPE_PATIENCE_MS):
-            click.echo(
-                f"kvstow: standard input is open and empty, so this will {use} the bundled trace: "
-                "pass - to wait for a trace",
-                err=True,
-            )
-            return
-        available = ioctl(descriptor, termios.FIONREAD, bytes(4))
-        num_bytes = int.from_bytes(available, sys.byteorder)
-    else:
-        return
-    if num_bytes > 0:
-        raise ConfigError(
-            f"standard input has data, but there is no argument TRACE: pass - to {use} the data, "
-            f"or </dev/null to {use} the bundled trace"
-        )
 
 
 def _report_corruption(engine: ReplayEngine) -> None:

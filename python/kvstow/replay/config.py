@@ -73,7 +73,7 @@ class Option:
 
     def check(self, value: object) -> None:
         """Raise `ConfigError` unless the value is valid."""
-        name = self.name
+        name = f"--{self.name}"
         if self.choices and value not in self.choices:
             raise ConfigError(
                 f"{name} is {value!r}; it must be one of {', '.join(self.choices)}{self.of_choice}"
@@ -123,11 +123,11 @@ def _bandwidth(given: str) -> float:
     try:
         return float(given)
     except ValueError:
-        return parse_bytes(given.removesuffix("/s"), name="bandwidth")
+        return parse_bytes(given.removesuffix("/s"), name="--bandwidth")
 
 
 def _size(given: str) -> int:
-    return parse_bytes(given, name="bytes-per-token")
+    return parse_bytes(given, name="--bytes-per-token")
 
 
 def _steps(given: str) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def _steps(given: str) -> tuple[int, ...]:
         return tuple(int(step) for step in given.split(",") if given)
     except ValueError:
         raise ConfigError(
-            f"sleep-at is {given!r}; pass numbers of steps separated by commas, such as 10,20"
+            f"--sleep-at is {given!r}; pass numbers of steps separated by commas, such as 10,20"
         ) from None
 
 
@@ -150,7 +150,7 @@ class ReplayConfig:
     device_blocks: int = _option(
         1024,
         "Number of blocks in the device pool, the null block included.",
-        _blocks("device-blocks"),
+        _blocks("--device-blocks"),
         metavar="N",
         at_least=2,
     )
@@ -158,7 +158,7 @@ class ReplayConfig:
         8192,
         "Number of slots in the host tier. A slot holds a block of one group, or as many as "
         "--blocks-per-slot says.",
-        _blocks("host-blocks"),
+        _blocks("--host-blocks"),
         metavar="N",
         way_out=": pass 1 for as good as none",
     )
@@ -247,7 +247,7 @@ class ReplayConfig:
     disk_blocks: int | None = _option(
         None,
         "Number of slots in the disk tier, as large as those of the host. Needs --disk.",
-        _blocks("disk-blocks"),
+        _blocks("--disk-blocks"),
         metavar="N",
     )
     disk_admit: Literal["all", "returned"] = _option(
@@ -307,16 +307,16 @@ class ReplayConfig:
         check_model(self.model)
         if (self.disk is None) != (self.disk_blocks is None):
             raise ConfigError(
-                f"disk is {self.disk} and disk-blocks {self.disk_blocks}; a disk tier needs both, "
-                "so pass --disk PATH and --disk-blocks N, or neither"
+                f"--disk is {self.disk} and --disk-blocks {self.disk_blocks}; a disk tier needs "
+                "both, so pass --disk PATH and --disk-blocks N, or neither"
             )
         if self.disk is None and self.disk_admit != "all":
             raise ConfigError(
-                f"disk-admit is {self.disk_admit}, and there is no disk tier: pass --disk PATH and "
-                "--disk-blocks N too, or leave it out"
+                f"--disk-admit is {self.disk_admit}, and there is no disk tier: pass --disk PATH "
+                "and --disk-blocks N too, or leave it out"
             )
         if self.mover == "cuda" and self.faults is not None:
-            raise ConfigError("faults are made by a mover of host memory; leave out --mover cuda")
+            raise ConfigError("--faults needs a mover of host memory: leave out --mover cuda")
 
     def build_model(self, block_size: int) -> ReplayModel:
         """Return the model, with a trace's block size."""

@@ -44,10 +44,10 @@ class Geometry:
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
-            raise ConfigError(f"layers is {self.num_layers}; it must be at least 1")
+            raise ConfigError(f"--layers is {self.num_layers}; it must be at least 1")
         if self.bytes_per_token < 1 or self.bytes_per_token % self.num_regions:
             raise ConfigError(
-                f"bytes-per-token is {self.bytes_per_token}; it must be a multiple of "
+                f"--bytes-per-token is {self.bytes_per_token}; it must be a multiple of "
                 f"{self.num_regions}: K and V of {self.num_layers} layers"
             )
         if self.region_bytes % WORD_BYTES:

@@ -231,10 +231,10 @@ class Fleet:
             ConfigError: a number of servers or blocks that cannot be.
         """
         if not 1 <= num_servers <= MAX_SERVERS:
-            raise ConfigError(f"servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
+            raise ConfigError(f"--servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
         if self.shared_blocks is not None and self.shared_blocks < 1:
             raise ConfigError(
-                f"shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
+                f"--shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
                 "store without a bound"
             )
         store = SharedBlocks(self.shared_blocks) if is_shared else None

@@ -150,7 +150,7 @@ def refuse_without_servers() -> None:
 def _numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) <= _MOST_DIGITS for part in parts):
-        raise ConfigError(f"servers is {text[:40]!r}: pass numbers such as 1,2,4,8")
+        raise ConfigError(f"--servers is {text[:40]!r}: pass numbers such as 1,2,4,8")
     return [int(part) for part in parts]
 
 

@@ -174,8 +174,8 @@ def build_model(
         groups = (_GroupForm(FullAttention, layers, token_bytes).build(block_size),)
     elif num_layers is not None or bytes_per_token is not None:
         raise ConfigError(
-            f"layers and bytes-per-token are fixed for the model {name!r}: leave them out, or pass "
-            f"--model {_FULL}"
+            f"--layers and --bytes-per-token are fixed for the model {name!r}: leave them out, or "
+            f"pass --model {_FULL}"
         )
     if name in MODELS or len(groups) > 1:
         return ReplayModel(name, groups)

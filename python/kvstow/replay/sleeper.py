@@ -78,7 +78,7 @@ def _tried(replay: ReplayState, call: Callable[[], _Result]) -> _Result:
         try:
             return call()
         except OutOfBlocks as error:
-            raise ConfigError(f"sleep-at: {error}") from error
+            raise ConfigError(f"--sleep-at: {error}") from error
         except TransferError:
             if replay.config.faults is None:
                 raise

@@ -123,11 +123,12 @@ class TraceReader:
     """
 
     _FIELDS = "timestamp, input_length, output_length and hash_ids"
+    _NAMES_PASSAGES = False
 
     def __init__(self, path: str | Path, block_size: int = DEFAULT_BLOCK_SIZE) -> None:
         if not 1 <= block_size <= MAX_BLOCK_SIZE:
             raise ConfigError(
-                f"block-size is {block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens"
+                f"--block-size is {block_size}; it must be 1 to {MAX_BLOCK_SIZE} tokens"
             )
         self.source = Source(path)
         self.block_size = block_size
@@ -135,7 +136,7 @@ class TraceReader:
     def read(self, limit: int | None = None) -> Trace:
         """Read and check the whole trace, or its first `limit` requests."""
         if limit is not None and limit < 1:
-            raise ConfigError(f"limit is {limit}; it must be at least 1 request")
+            raise ConfigError(f"--limit is {limit}; it must be at least 1 request")
         requests: list[TraceRequest] = []
         latest_s = 0.0
         for line, row in self._rows():
@@ -150,8 +151,7 @@ class TraceReader:
         self._checked_all()
         if not requests:
             self._fail(None, "the trace is empty; expected one JSON object a line")
-        is_content = isinstance(self, ContentReader)
-        return Trace(self.source.name, self.block_size, requests, limit, is_content)
+        return Trace(self.source.name, self.block_size, requests, limit, self._NAMES_PASSAGES)
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         raise NotImplementedError
@@ -373,6 +373,8 @@ class ContentReader(TraceReader):
     The trace does not record the length of a passage (`input_length` does not follow from the ids).
     So each id counts as one whole block: a prompt has `len(hash_ids) * block_size` tokens.
     """
+
+    _NAMES_PASSAGES = True
 
     def _request(self, row: dict[str, object], line: int, arrival_s: float) -> TraceRequest:
         length = self._count(row, line, "input_length", at_least=1)

@@ -16,7 +16,6 @@ How a wrong block could be served, and what prevents it:
 
 from __future__ import annotations
 
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
@@ -27,6 +26,7 @@ from kvstow.tiers.ticket import TierTicket, tickets_made
 from kvstow.tiers.tier import Tier, TierBlocks
 from kvstow.transfer import TransferTimeout
 from kvstow.transfer.mover import Ints
+from kvstow.transfer.ticket import Deadline
 
 
 class Ended(NamedTuple):
@@ -145,12 +145,11 @@ class TierRunner(Closing):
         Args:
             timeout_s: the most seconds to wait; None for no limit.
         """
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for job in self._jobs.values():
             for ticket in job.made:
-                left_s = None if end_s is None else max(0.0, end_s - time.monotonic())
                 try:
-                    ticket.wait_until_ended(left_s)
+                    ticket.wait_until_ended(deadline.left_s)
                 except TransferTimeout:
                     return False
         return True

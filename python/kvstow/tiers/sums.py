@@ -18,6 +18,7 @@ import numpy as np
 from kvstow._core import row_checksums
 from kvstow.tiers.frame import Bools
 from kvstow.transfer import HostArena
+from kvstow.transfer.arena import slots_of_runs
 from kvstow.transfer.mover import Index
 
 
@@ -34,7 +35,7 @@ class ArenaSums:
         """Return which rows hold what was stored in them, as far as a checksum is known."""
         if not self._is_kept:
             return np.ones(len(rows), np.bool_)
-        slots = self._slots_of(rows)
+        slots = slots_of_runs(rows, self._per_row)
         expected = self._arena.checksums[slots]
         sound: Bools = np.asarray(expected < 0)
         known = np.flatnonzero(~sound)
@@ -46,7 +47,7 @@ class ArenaSums:
         """Record that a tier has filled these rows with proven bytes."""
         if not self._is_kept:
             return
-        slots = self._slots_of(rows)
+        slots = slots_of_runs(rows, self._per_row)
         self._arena.checksums[slots] = row_checksums(self._slots, slots)
         if self._arena.unproven is not None:
             self._arena.unproven[slots] = False
@@ -55,6 +56,3 @@ class ArenaSums:
     def _is_kept(self) -> bool:
         arena = self._arena
         return not arena.closed and (arena.keeps_checksums or arena.unproven is not None)
-
-    def _slots_of(self, rows: Index) -> Index:
-        return (rows[:, None] * self._per_row + np.arange(self._per_row)).reshape(-1)

@@ -20,7 +20,7 @@ The caller reserves a job's host slots, and its places in the tier, until the ti
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -42,6 +42,11 @@ Mode: TypeAlias = Literal["on", "read_only", "off"]
 """What a tier still does: all; gets only; nothing, so that each job fails at once."""
 MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
 """The modes, from the one that does nothing to the one that does all."""
+
+
+def least_mode(modes: Iterable[Mode]) -> Mode:
+    """Return what all parts still do, each of which has one of these modes; "off" without any."""
+    return min(modes, key=MODES.index, default="off")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

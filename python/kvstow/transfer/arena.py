@@ -65,6 +65,12 @@ class HostArena(Closing):
         keeps_checksums: whether a mover compares what it loads with `checksums`.
     """
 
+    unproven: npt.NDArray[np.bool_] | None = None
+    keeps_checksums: bool = False
+    _checksums: npt.NDArray[np.int64] | None = None
+    _device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
+    _is_forked: bool = False
+
     def __init__(  # noqa: PLR0913 - sizes, and where the memory comes from
         self,
         num_slots: int,
@@ -119,11 +125,6 @@ class HostArena(Closing):
                 f"({self._slots_per_run}); pass the slots of whole runs"
             )
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
-        self.unproven: npt.NDArray[np.bool_] | None = None
-        self.keeps_checksums = False
-        self._checksums: npt.NDArray[np.int64] | None = None
-        self._device_sums: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
-        self._is_forked = False
         self._map = self._map_memory(file, shared)
         _keep_private(self._map)
         _prefer_large_pages(self._map)
@@ -226,7 +227,7 @@ class HostArena(Closing):
         Raises:
             StateError: the arena is closed.
         """
-        _ = self.slots
+        self.check_open()
         assert self._memory is not None, "an open arena has memory"
         return self._memory
 
@@ -266,7 +267,7 @@ class HostArena(Closing):
         Raises:
             StateError: the arena is closed.
         """
-        _ = self.slots
+        self.check_open()
         return self._base_address
 
     @property
@@ -326,6 +327,13 @@ def slot_stride_bytes(slot_bytes: int, slots_per_run: int = 1) -> int:
     shared = math.gcd(slots_per_run, SLOT_ALIGNMENT_BYTES)
     alignment = max(SLOT_ALIGNMENT_BYTES // shared, _MIN_ALIGNMENT_BYTES)
     return -(-slot_bytes // alignment) * alignment
+
+
+def slots_of_runs(runs: npt.NDArray[np.integer], slots_per_run: int) -> npt.NDArray[np.int64]:
+    """Return the slots of an arena that these runs have, run by run."""
+    first = runs.astype(np.int64)[:, None] * slots_per_run
+    slots: npt.NDArray[np.int64] = (first + np.arange(slots_per_run)).reshape(-1)
+    return slots
 
 
 def shared_bytes(num_slots: int, slot_bytes: int, slots_per_run: int = 1) -> int:

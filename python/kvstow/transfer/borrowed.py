@@ -40,10 +40,6 @@ class BorrowedArena(HostArena):
         shape = rows.shape
         self._num_slots, self._slot_bytes = shape
         self._slot_stride_bytes, self._slots_per_run = self._slot_bytes, 1
-        self.unproven = None
-        self.keeps_checksums = False
-        self._checksums = self._device_sums = None
-        self._is_forked = False
         self._base_address = address
         own = (ctypes.c_uint8 * rows.nbytes).from_address(address)
         self._memory = np.ctypeslib.as_array(own)

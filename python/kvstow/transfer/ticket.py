@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -136,6 +137,19 @@ class HostTicket(Ticket):
         self._has_ended = True
         for has_ended in self._waiting:
             has_ended.release()
+
+
+class Deadline:
+    """The end of a wait for several tickets, which share one timeout."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        """Begin the wait. None: it never ends."""
+        self._end_s = None if timeout_s is None else time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that the wait may still take, 0 or more; None: as many as it needs."""
+        return None if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
 
 def late(timeout_s: float | None) -> TransferTimeout:

@@ -114,8 +114,8 @@ class ProvingMover(_WrappingMover):
         self._unproven = np.zeros(mover.arena.num_slots, bool) if unproven is None else unproven
         self._proofs = HostQueue("kvstow-prove", mover.layout.num_blocks)
         self._last_proof: HostTicket | None = None
-        # The sums that kernels compare, if the mover keeps any. The file has none.
-        self._sums = mover.arena.device_sums if mover.arena.has_device_sums else None
+        # Whether the wrapped mover's kernels compare sums. The file has none.
+        self._needs_sums = mover.arena.has_device_sums
         self._start(self._proofs)
 
     def _submit(
@@ -135,8 +135,9 @@ class ProvingMover(_WrappingMover):
 
         def prove_and_load() -> None:
             _compare(self.arena, unproven, "what the snapshot says", "; the file is damaged")
-            for slot in unproven.tolist():
-                self._sum_up(slot)
+            if self._needs_sums:
+                num_bytes = self.layout.slot_bytes
+                record_device_sums(self.arena, unproven, [num_bytes] * len(unproven))
             self._unproven[unproven] = False
             # If the caller's thread is interrupted before it has the ticket, nothing may load.
             while not ticket.is_accepted:
@@ -153,13 +154,6 @@ class ProvingMover(_WrappingMover):
             proof.is_cancelled = True
             raise
         return ticket
-
-    def _sum_up(self, slot: int) -> None:
-        """Record the sum that the wrapped mover's kernels would have recorded at a store."""
-        if self._sums is not None:
-            sums, is_known = self._sums
-            sums[slot] = checksum(self.arena.slots[slot : slot + 1, : self.layout.slot_bytes])[0]
-            is_known[slot] = 1
 
 
 def _compare(
@@ -184,7 +178,7 @@ def record_device_sums(arena: HostArena, slots: Index, slot_bytes: Sequence[int]
     """
     sums, is_known = arena.device_sums
     for slot, num_bytes in zip(slots.tolist(), slot_bytes, strict=True):
-        sums[slot] = checksum(arena.slots[slot : slot + 1, :num_bytes])[0]
+        sums[slot] = _device_sum(arena, slot, num_bytes)
         is_known[slot] = 1
 
 
@@ -201,8 +195,14 @@ def have_device_sums(
     sums, is_known = arena.device_sums
     for at, (slot, num_bytes) in enumerate(zip(slots.tolist(), slot_bytes, strict=True)):
         if is_known[slot]:
-            sound[at] = checksum(arena.slots[slot : slot + 1, :num_bytes])[0] == sums[slot]
+            sound[at] = _device_sum(arena, slot, num_bytes) == sums[slot]
     return sound
+
+
+def _device_sum(arena: HostArena, slot: int, num_bytes: int) -> np.uint64:
+    """Return the sum of a slot's first bytes, as a kernel computes it."""
+    found: np.uint64 = checksum(arena.slots[slot : slot + 1, :num_bytes])[0]
+    return found
 
 
 class _ProvenTicket(Ticket):

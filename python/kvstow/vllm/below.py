@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler, TierJob
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers.budget import Budget
-from kvstow.tiers.tier import MODES, Mode
+from kvstow.tiers.tier import Mode, least_mode
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Options
 from kvstow.vllm.slow_loads import SlowLoads
@@ -245,7 +245,7 @@ class LowerTier(ABC):
 
     def _follow(self, offload: OffloadScheduler) -> None:
         """Let an open tier do what all of its parts still do."""
-        mode = min(self._modes.values(), key=MODES.index)
+        mode = least_mode(self._modes.values())
         if mode != offload.disk_mode:
             offload.set_disk(mode)
 

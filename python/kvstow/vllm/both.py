@@ -31,7 +31,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler
 from kvstow.tiers import TierStats
 from kvstow.tiers.shared import of_shared
-from kvstow.tiers.tier import MODES
+from kvstow.tiers.tier import MODES, least_mode
 from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
 from kvstow.vllm.shared import Questions
@@ -100,7 +100,7 @@ class BothTier(DiskTier):
         if not own:
             return {}
         is_on = self.phase == "on"
-        file_mode = min(self._modes.values(), key=MODES.index, default="off")
+        file_mode = least_mode(self._modes.values())
         of_files, of_stores = (
             _moved([halves[half] for halves in self._halves.values()]) for half in (0, 1)
         )

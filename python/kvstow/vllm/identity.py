@@ -56,7 +56,7 @@ from vllm import version as vllm_version
 from kvstow import ConfigError, __version__
 from kvstow._core import row_digests
 from kvstow.tiers import Fingerprint
-from kvstow.vllm.digest import digest_of
+from kvstow.vllm.digest import digest_of, weights_named
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options, path_of_engine, rank_in_engine
 from kvstow.vllm.shaping import (
@@ -141,7 +141,7 @@ class Identity:
             fields[name] = "unknown" if folder is None else content_of(folder, memory)
         version = self.options.weights_version_path
         if version is not None:
-            fields["weights_version"] = digest_of(_read(version))
+            fields["weights_version"] = digest_of(weights_named(version, f"{WHERE}."))
         return Fingerprint(fields)
 
     @property
@@ -423,13 +423,3 @@ def _shapes(model: Model, kv_caches: Mapping[str, torch.Tensor]) -> list[Any]:
             ]
             shapes.append((layer.name, layer.block_bytes, str(tensor.dtype), inner))
     return shapes
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"{WHERE}.weights_version_path is {path!r}, which cannot be read ({error.strerror}): "
-            "make it readable for each worker, because disk_path and shared need it"
-        ) from error

@@ -18,7 +18,7 @@ from vllm import platforms
 from vllm import version as vllm_version
 
 from kvstow.tiers import Fingerprint
-from kvstow.vllm.digest import digest_of
+from kvstow.vllm.digest import digest_of, weights_named
 from kvstow.vllm.identity import content_of, folders_of, why_private
 from kvstow.vllm.shaping import shaping, takes_media
 
@@ -59,7 +59,7 @@ def chunks_fingerprint(
         "hash_seed": os.environ.get("PYTHONHASHSEED", ""),
     }
     if version_path is not None:
-        fields["weights_version"] = hashlib.sha256(Path(version_path).read_bytes()).hexdigest()[:32]
+        fields["weights_version"] = hashlib.sha256(weights_named(version_path)).hexdigest()[:32]
     why = "vLLM's configuration is not found"
     if config is not None:
         fields |= shaping(config)

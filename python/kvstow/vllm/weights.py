@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from kvstow import ConfigError
+from kvstow.vllm.digest import weights_named
 from kvstow.vllm.identity import version_may_be_newer
 from kvstow.vllm.options import WHERE
 
@@ -39,9 +39,9 @@ class WeightsVersion:
         self._doubtful: bytes | None = None
         if path is None:
             return
-        self._content = _read(path, option)
+        self._content = weights_named(path, option)
         if version_may_be_newer(path):  # after the read, and so for what was read as well
-            self._content, self._doubtful = None, _read(path, option)
+            self._content, self._doubtful = None, weights_named(path, option)
             logger.warning(
                 "kvstow: weights_version_path %s has changed since this process began, perhaps "
                 "after vLLM loaded the weights. So until it says something else, each reset "
@@ -82,13 +82,3 @@ class WeightsVersion:
             "kvstow: %s names other weights, so this reset empties %s", self._path, self._tier
         )
         return True
-
-
-def _read(path: str, option: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"{option}weights_version_path is {path!r}, which cannot be read "
-            f"({error.strerror}): write a line that names the weights to this file"
-        ) from error
