@@ -43,7 +43,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
-from kvstow.tiers.asking import Answer, Asker, Key, Question, TierStore
+from kvstow.tiers.asking import Answer, Asker, Key, Question, ask_tier
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES
@@ -265,7 +265,7 @@ class _Client:
         """Return which of the keys the first rank has put into the store."""
         if self._questions.namespace:  # it connects before it has one
             self._tier.rename(self._questions.namespace)
-        return TierStore(self._tier).found(keys, limit_s)
+        return ask_tier(self._tier, keys, limit_s)
 
     def close(self) -> None:
         """Close the connection."""
