@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -128,15 +128,10 @@ class BothTier(Tier):
 
     def stats(self) -> TierStats:
         """Return the sums of both, but of puts only those into the file."""
-        disk, shared = self.disk.stats(), self.shared.stats()
-        of_file = {"put_blocks", "put_bytes", "failed_puts"}
+        disk = self.disk.stats()
+        shared = replace(self.shared.stats(), put_blocks=0, put_bytes=0, failed_puts=0)
         names = [field.name for field in fields(TierStats)]
-        return TierStats(
-            *(
-                getattr(disk, name) + (0 if name in of_file else getattr(shared, name))
-                for name in names
-            )
-        )
+        return TierStats(*(getattr(disk, name) + getattr(shared, name) for name in names))
 
     def close(self) -> None:
         """Carry out what has begun, and close both; see `Tier.close`."""
@@ -147,7 +142,7 @@ class BothTier(Tier):
         self.shared._check_open()
 
     def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
-        job = _Job(blocks, host_slots, deadline)
+        job = _Job(_given(blocks), host_slots, deadline)
         ticket, every = BothTicket(len(blocks), deadline), np.arange(len(blocks))
         ticket.announce()
         with tickets_made(ticket.made):
@@ -157,13 +152,13 @@ class BothTier(Tier):
         return ticket
 
     def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
-        job = _Job(blocks, host_slots, deadline)
+        job = _Job(_given(blocks), host_slots, deadline)
         ticket, number = BothTicket(len(blocks), deadline), self._num_renewals
         in_file = self._are_in_file(blocks)
         here, there = np.flatnonzero(in_file), np.flatnonzero(~in_file)
 
         def keep() -> None:
-            at = there[ticket.ok_of(there)]
+            at = there[ticket.ok_so_far[there]]
             is_over = deadline is not None and time.monotonic() >= deadline
             may_write = number == self._num_renewals and not is_over and self._may_use_disk()
             if len(at) and may_write:
@@ -177,9 +172,8 @@ class BothTier(Tier):
         return ticket
 
     def _delete(self, blocks: Checked) -> TierTicket:
-        ticket = BothTicket(len(blocks), None)
-        every = np.arange(len(blocks))
-        given = _part(blocks, every)
+        given = _given(blocks)
+        ticket, every = BothTicket(len(blocks), None), np.arange(len(blocks))
         ticket.announce()
         with tickets_made(ticket.made):
             ticket.ask(self.disk.delete(given), every)
@@ -209,11 +203,12 @@ class BothTier(Tier):
         """Begin a half's part of a job. None if it has no block, or refuses the part."""
         if not len(at):
             return None
+        part = job.some(at)
         call = half.put if kind == "put" else half.get
         # The store gets half of the time, so that a late store does not make the whole job late.
-        limit_s = _halfway(job.deadline) if half is self.shared else job.deadline
+        limit_s = _halfway(part.deadline) if half is self.shared else part.deadline
         with suppress(KvstowError):
-            ticket = call(_part(job.blocks, at), job.host_slots[at], deadline=limit_s)
+            ticket = call(part.blocks, part.host_slots, deadline=limit_s)
             if half is self.disk:
                 self._at_disk.append(ticket)
             return ticket
@@ -223,9 +218,15 @@ class BothTier(Tier):
 class _Job(NamedTuple):
     """What a put or a get was asked for."""
 
-    blocks: Checked
+    blocks: TierBlocks
     host_slots: Index
     deadline: float | None
+
+    def some(self, at: Index) -> _Job:
+        """Return the job of the blocks `at`, which ascend."""
+        if len(at) == len(self.blocks):
+            return self
+        return _Job(self.blocks.some(at), self.host_slots[at], self.deadline)
 
 
 class BothTicket(TierTicket):
@@ -247,15 +248,15 @@ class BothTicket(TierTicket):
         """Let a half decide which of the blocks `at` are ok; None for none of them."""
         self._asked.append((ticket, at))
 
-    def ok_of(self, at: Index) -> Bools:
-        """Return which of the blocks `at` are ok, as far as halves have decided."""
-        ok = np.zeros(self.num_blocks, np.bool_)
-        is_new = np.ones(self.num_blocks, np.bool_)
-        for ticket, theirs in self._asked:
-            own = np.zeros(len(theirs), np.bool_) if ticket is None else ticket.ok
-            ok[theirs] = own & (is_new[theirs] | ok[theirs])
-            is_new[theirs] = False
-        return ok[at]
+    @property
+    def ok_so_far(self) -> Bools:
+        """Which blocks are ok for each half that decides about them, and for one at least."""
+        ok = np.ones(self.num_blocks, np.bool_)
+        is_decided = np.zeros(self.num_blocks, np.bool_)
+        for ticket, at in self._asked:
+            ok[at] &= False if ticket is None else ticket.ok
+            is_decided[at] = True
+        return ok & is_decided
 
     def poll(self) -> bool:
         """Go on, and return whether there is an answer."""
@@ -292,17 +293,14 @@ class BothTicket(TierTicket):
                     part.wait_until_ended(None if math.isinf(left_s) else left_s)
 
     def _go_on(self) -> None:
-        while not self._moment.poll() and self._have_parts_ended():
+        while not self._moment.poll() and all(part.has_ended for part in self.made):
             if self.then is None:
-                errors = [part.error for part in self.made if part.error is not None]
-                self.end(self.ok_of(np.arange(self.num_blocks)), next(iter(errors), None))
+                errors = (part.error for part in self.made if part.error is not None)
+                self.end(self.ok_so_far, next(errors, None))
             else:
                 then, self.then = self.then, None  # once, also if it is interrupted
                 with tickets_made(self.made):
                     then()
-
-    def _have_parts_ended(self) -> bool:
-        return all(part.has_ended for part in self.made)
 
     def _has_passed(self) -> bool:
         # The caller may look late at a job that ended in time.
@@ -310,12 +308,9 @@ class BothTicket(TierTicket):
         return was_late and super()._has_passed()
 
 
-def _part(blocks: Checked, at: Index) -> TierBlocks:
-    """Return some blocks of a job."""
-    assert blocks.slots is not None, "a tier with a slot file has slots"
-    parents = None if blocks.parents is None else [blocks.parents[one] for one in at]
-    hashes = [blocks.hashes[one] for one in at]
-    return TierBlocks(hashes, blocks.groups[at], parents, blocks.slots[at], blocks.sequence)
+def _given(blocks: Checked) -> TierBlocks:
+    """Return the blocks of a job as its halves take them."""
+    return TierBlocks(blocks.hashes, blocks.groups, blocks.parents, blocks.slots, blocks.sequence)
 
 
 def _halfway(deadline: float | None) -> float | None:
