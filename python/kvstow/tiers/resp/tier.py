@@ -42,6 +42,7 @@ from typing import Final
 
 from kvstow._core import TransferError
 from kvstow.arguments import checked_int
+from kvstow.tiers.breaker import FAIR_S, left_alone
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
 from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
@@ -51,8 +52,6 @@ from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
 from kvstow.transfer import HostArena
 
-# A server that had less time to answer has not failed.
-_FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
@@ -239,7 +238,7 @@ class _Connections:
         address, nodes, health = self._tier.address, self._tier.nodes, self._tier.health
         try:
             if not health.may_call(None):
-                raise TransferError(f"{address} has failed and is left alone for a while")
+                raise left_alone(address)
             try:
                 topology = nodes.ask(job.until_s)
             except NoTime as error:
@@ -302,7 +301,7 @@ class _Connections:
         """Send the commands, pause, and note the answers in the job."""
         tier, node, part = self._tier, call.node, call.part
         if not tier.health.may_call(node, call.kind):
-            raise TransferError(f"{node} has failed and is left alone for a while")
+            raise left_alone(node)
         wire = self._wire(call)
         seconds_left(call.until_s)
         self._begin(call)
@@ -371,7 +370,7 @@ class _Connections:
             call.error = TransferError(f"{call.node} refused: {why}")
         except self._tier.nodes.errors as error:
             # An answer that had hardly any time says nothing of the server.
-            if not isinstance(error, WireError) or call.until_s - call.begin_s >= _FAIR_S:
+            if not isinstance(error, WireError) or call.until_s - call.begin_s >= FAIR_S:
                 self._failed(call, error)
             call.error = TransferError(f"{call.node}: {reason(error)}")
             call.error.__cause__ = error
