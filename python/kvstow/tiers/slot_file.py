@@ -182,7 +182,6 @@ class SlotTier(Tier):
         self.not_direct: Final = opened.not_direct
         self.is_direct: Final = opened.not_direct is None
         self.num_dropped_records: Final = opened.num_dropped
-        self._fingerprint = fingerprint
 
     def records(self) -> SlotRecords:
         """Return what the file holds, for the accounting.
@@ -215,9 +214,7 @@ class SlotTier(Tier):
             StateError: the tier is closed, or belongs to the parent process.
         """
         self._check_open()
-        self._fingerprint = fingerprint or self._fingerprint
-        digest = None if fingerprint is None else fingerprint.digest
-        return self._store.renew(digest, dict(self._fingerprint.fields))
+        return self._store.renew(fingerprint)
 
     @property
     def mode(self) -> Mode:

@@ -32,6 +32,7 @@ from kvstow.tiers.frame import (
     FRAME,
     Bools,
     Context,
+    Fingerprint,
     Frames,
     are_of,
     expected_frames,
@@ -185,25 +186,25 @@ class SlotStore:
             raise
         return ticket
 
-    def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
-        """Draw a new generation, and begin to make it durable."""
+    def renew(self, fingerprint: Fingerprint | None) -> TierTicket:
+        """Draw a new generation, and begin to make it durable; see `SlotTier.renew`."""
         job: Job | None = None
         ticket, before = TierTicket(1, clock=self._now), (self.header, self.context)
         try:
             ticket.announce()
             header, context = before
-            generation = new_generation()
+            generation, fields, digest = new_generation(), header.fingerprint, context.fingerprint
+            if fingerprint is not None:
+                fields, digest = dict(fingerprint.fields), fingerprint.digest
             none, one = np.empty(0, np.int64), np.zeros(1, np.int64)
             with self._lock:
                 self.header = replace(
                     header,
                     generation=generation,
                     is_renewed=fingerprint is None,
-                    fingerprint=header_fields,
+                    fingerprint=fields,
                 )
-                self.context = Context(
-                    fingerprint or context.fingerprint, generation, context.length
-                )
+                self.context = Context(digest, generation, context.length)
                 job = Job("renew", np.zeros(1, FRAME), one, none, self.context, ticket)
                 if self.mode == "off":
                     self._end(job, self.error)
