@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, row_digests
+from kvstow.tiers.ticket import Bools
 from kvstow.tiers.tier import MAX_HASH_BYTES, Checked
 
 SCHEMA: Final = 2
@@ -61,7 +62,6 @@ MAX_FINGERPRINT_TEXT_BYTES: Final = 3072
 Frames: TypeAlias = npt.NDArray[Any]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Sums: TypeAlias = npt.NDArray[np.uint64]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)

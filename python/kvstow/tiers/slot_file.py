@@ -25,13 +25,13 @@ from kvstow._core import ConfigError, TransferError
 from kvstow.arguments import checked_int, is_path
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
+from kvstow.tiers.frame import MAX_LENGTH, Fingerprint
 from kvstow.tiers.lanes import Lanes
 from kvstow.tiers.opening import Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
-from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.tiers.tier import Checked, Mode, Tier, TierStats
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index

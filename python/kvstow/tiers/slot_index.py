@@ -27,7 +27,8 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import FRAME, FRAME_BYTES, Bools, Context, Frames, are_of, are_sound
+from kvstow.tiers.frame import FRAME, FRAME_BYTES, Context, Frames, are_of, are_sound
+from kvstow.tiers.ticket import Bools
 from kvstow.tiers.tier import MAX_HASH_BYTES
 from kvstow.transfer.mover import Index
 

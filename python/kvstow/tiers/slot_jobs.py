@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import TransferError
-from kvstow.tiers.frame import Bools, Context, Frames, taken, words_of
-from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.frame import Context, Frames, taken, words_of
+from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.transfer.mover import Index
 
 Kind: TypeAlias = Literal["put", "get", "delete", "renew"]

@@ -24,13 +24,11 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import StateError, TransferError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import (
     FRAME,
-    Bools,
     Context,
     Fingerprint,
     Frames,
@@ -48,8 +46,8 @@ from kvstow.tiers.slot_index import new_generation
 from kvstow.tiers.slot_jobs import Job, Kind, Marks
 from kvstow.tiers.slot_pieces import Joined, Part, Piece
 from kvstow.tiers.sums import ArenaSums
-from kvstow.tiers.ticket import TierTicket
-from kvstow.tiers.tier import Checked, Mode, TierStats
+from kvstow.tiers.ticket import Bools, TierTicket
+from kvstow.tiers.tier import Checked, Mode, Rows, TierStats
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
 
@@ -58,8 +56,6 @@ from kvstow.transfer.mover import Index
 _PIECE_BYTES = 8 << 20
 # After this many calls in a row that cannot read, the disk is given up.
 _MAX_READ_ERRORS = 8
-
-Rows = npt.NDArray[np.uint8]
 
 
 class SlotStore:

@@ -38,6 +38,8 @@ MAX_HASH_BYTES: Final = 32
 _MAX_GROUP: Final = 2**32 - 1
 _MAX_SEQUENCE: Final = 2**63 - 1
 
+Rows: TypeAlias = npt.NDArray[np.uint8]
+"""Host slots of a tier, one a row."""
 Mode: TypeAlias = Literal["on", "read_only", "off"]
 """What a tier still does: all; gets only; nothing, so that each job fails at once."""
 MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")

@@ -45,11 +45,12 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import FAIR_S, left_alone
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
+from kvstow.tiers.resp.commands import Memory, Part, contains, delete, get, memory_policy, put
 from kvstow.tiers.resp.health import Health, Kind, warn_of_policy
 from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
 from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
+from kvstow.tiers.tier import Rows
 from kvstow.transfer import HostArena
 
 # Refusals that concern single keys, or new blocks of a server that is full.
