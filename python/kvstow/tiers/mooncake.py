@@ -346,14 +346,14 @@ def _store_class() -> Any:
 
 
 @contextmanager
-def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterator[Any]:
+def connect(url: str) -> Iterator[Any]:
     """Yield a store that has no memory of its own, and close it.
 
     Raises:
         ConfigError: `url` names no master, or Mooncake is not installed.
         TransferError: the master does not answer.
     """
-    store = _set_up(_store_class(), parse(url), host=host, protocol=protocol)
+    store = _set_up(_store_class(), parse(url), host="127.0.0.1", protocol="tcp")
     try:
         yield store
     finally:
