@@ -47,7 +47,7 @@ from kvstow.tiers.slot_jobs import Job, Kind, Marks
 from kvstow.tiers.slot_pieces import Joined, Part, Piece
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
-from kvstow.tiers.tier import Checked, Mode, Rows, TierStats
+from kvstow.tiers.tier import Checked, Mode, Rows, TierStats, count_end
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
 
@@ -280,16 +280,11 @@ class SlotStore:
                 "the disk, and open the tier again"
             )
         job.ticket.end(job.ok, error)
-        if job.kind not in {"put", "get"}:
-            return
         num_ok = 0 if job.ticket.is_late else int(job.ok.sum())
-        done, failed = ("put", "failed_puts") if job.kind == "put" else ("got", "failed_gets")
         with self._lock:
-            counts = self._counts
-            counts[f"{done}_blocks"] += num_ok
-            counts[f"{done}_bytes"] += num_ok * self.header.slot_bytes
-            counts[failed] += len(job.ok) - num_ok
-            counts["mismatched_blocks"] += job.num_mismatched
+            num_failed, slot_bytes = len(job.ok) - num_ok, self.header.slot_bytes
+            count_end(self._counts, job.kind, num_ok, num_failed, slot_bytes)
+            self._counts["mismatched_blocks"] += job.num_mismatched
 
     # -- on the threads --------------------------------------------------------------------------
 

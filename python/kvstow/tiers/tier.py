@@ -20,6 +20,7 @@ The caller reserves a job's host slots, and its places in the tier, until the ti
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
@@ -109,6 +110,20 @@ class TierStats:
     mismatched_blocks: int = 0
     in_flight_bytes: int = 0
     quarantined_bytes: int = 0
+
+
+def count_end(
+    counts: Counter[str], kind: str, num_ok: int, num_failed: int, slot_bytes: int
+) -> None:
+    """Add the end of a job to the counts of a `TierStats`, which has puts and gets only."""
+    if kind == "put":
+        counts["put_blocks"] += num_ok
+        counts["put_bytes"] += num_ok * slot_bytes
+        counts["failed_puts"] += num_failed
+    elif kind == "get":
+        counts["got_blocks"] += num_ok
+        counts["got_bytes"] += num_ok * slot_bytes
+        counts["failed_gets"] += num_failed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
