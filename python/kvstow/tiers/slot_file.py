@@ -126,28 +126,10 @@ class SlotTier(Tier):
         self, config: SlotFile, arena: HostArena, fingerprint: Fingerprint, files: Files
     ) -> None:
         """Open the file; see `SlotFile.open`."""
-        in_flight = parse_bytes(config.max_in_flight_bytes, name="max_in_flight_bytes")
         arena.check_open()
-        slot_bytes = arena.slot_stride_bytes * arena.slots_per_run
-        if not slot_bytes <= min(in_flight, MAX_LENGTH):
-            raise ConfigError(
-                f"a slot of the arena has {slot_bytes} bytes, but max_in_flight_bytes is "
-                f"{in_flight} and a slot may have {MAX_LENGTH}; raise the bound, or use fewer "
-                "blocks per slot"
-            )
-        wanted = Wanted(
-            os.fspath(config.path),
-            parse_bytes(config.max_bytes, name="max_bytes"),
-            slot_bytes,
-            fingerprint,
-            may_reset=config.on_mismatch == "reset",
-        )
-        if wanted.num_slots > _MAX_SLOTS:
-            raise ConfigError(
-                f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
-                f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
-            )
-        num_threads = min(config.num_threads, in_flight // slot_bytes)
+        in_flight = parse_bytes(config.max_in_flight_bytes, name="max_in_flight_bytes")
+        wanted = _wanted(config, arena, fingerprint, in_flight)
+        num_threads = min(config.num_threads, in_flight // wanted.slot_bytes)
         lanes = Lanes(
             num_threads,
             stuck_after_s=config.stuck_after_s,
@@ -246,3 +228,33 @@ class SlotTier(Tier):
 
     def _delete(self, blocks: Checked) -> TierTicket:
         return self._store.submit("delete", blocks, np.empty(0, np.int64), None)
+
+
+def _wanted(
+    config: SlotFile, arena: HostArena, fingerprint: Fingerprint, in_flight_bytes: int
+) -> Wanted:
+    """Return what the tier expects of its file, with as many slots as fit.
+
+    Raises:
+        ConfigError: the slots of the arena are too large, or too small for so many bytes.
+    """
+    slot_bytes = arena.slot_stride_bytes * arena.slots_per_run
+    if not slot_bytes <= min(in_flight_bytes, MAX_LENGTH):
+        raise ConfigError(
+            f"a slot of the arena has {slot_bytes} bytes, but max_in_flight_bytes is "
+            f"{in_flight_bytes} and a slot may have {MAX_LENGTH}; raise the bound, or use fewer "
+            "blocks per slot"
+        )
+    wanted = Wanted(
+        os.fspath(config.path),
+        parse_bytes(config.max_bytes, name="max_bytes"),
+        slot_bytes,
+        fingerprint,
+        may_reset=config.on_mismatch == "reset",
+    )
+    if wanted.num_slots > _MAX_SLOTS:
+        raise ConfigError(
+            f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
+            f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
+        )
+    return wanted
