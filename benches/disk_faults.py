@@ -31,7 +31,7 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
-from benches.disk_kills import SCENES, kill_in_demote, kill_in_promote, leaks_of, lose_frames
+from benches.disk_kills import SCENES, kill_in_demote, kill_in_promote, lose_frames
 from benches.faulty_disk import KEYS, LATE_S, NUM, OTHER, Bad, Disk, Seen
 from tests.tiers.damage import all_proven, flip
 from tests.tiers.setup import (
@@ -39,6 +39,7 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
+    leaks_of,
     new_arena,
 )
 
@@ -207,7 +208,7 @@ def on_slot_file(fault: Fault) -> Seen:
         begin_s = time.perf_counter()
         if disk.files.gate is not None:
             disk.files.gate.set()
-        seen.leaks = leaks_of(disk.tier)
+        seen.leaks = len(leaks_of(disk.tier))
         disk.files, disk.mismatch, disk.deadline_s = Bad(), "reset", None
         disk.keys = list(KEYS)
         with suppress(KvstowError):

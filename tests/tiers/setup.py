@@ -133,6 +133,19 @@ def stats_after(tier: Tier, *tickets: TierTicket) -> TierStats:
     return tier.stats()
 
 
+def leaks_of(tier: SlotTier) -> list[str]:
+    """Close a slot file whose calls have all returned, and return what it still has in use."""
+    tier.close()
+    store = tier._store
+    in_use = {
+        "a descriptor": max(store._calls._data, store._calls._index) >= 0,
+        "a job": bool(store._jobs),
+        "a slot": store._slots_in_use._uses.any(),
+        "a host slot": store._host_in_use._uses.any(),
+    }
+    return [name for name, leaks in in_use.items() if leaks]
+
+
 def put(
     tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0, sequence: int = 1
 ) -> list[bool]:

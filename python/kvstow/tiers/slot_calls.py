@@ -51,11 +51,6 @@ class SlotCalls:
         self._rows, self._pacer = rows, pacer
         self._slot_bytes: int = rows.shape[1]
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the files are open."""
-        return self._data >= 0
-
     def write_header(self, header: Header) -> None:
         """Write and sync the header."""
         write_header(self._files, self._index, header)

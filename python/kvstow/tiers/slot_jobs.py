@@ -87,7 +87,3 @@ class Marks:
     def clear(self) -> None:
         """Give all places back."""
         self._uses.fill(0)
-
-    def any_in_use(self) -> bool:
-        """Return whether any place is in use."""
-        return bool(self._uses.any())
