@@ -16,6 +16,7 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
+    wait_until_busy,
 )
 
 from kvstow.tiers import SlotTier, TierTicket
@@ -54,8 +55,7 @@ def hold(files: Gated, tier: SlotTier) -> TierTicket:
     """Let the only thread of puts wait in a write of the last block."""
     files.gate.clear()
     held = tier.put(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS - 1])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
+    wait_until_busy(tier)
     return held
 
 

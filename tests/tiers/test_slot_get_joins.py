@@ -14,7 +14,16 @@ import numpy as np
 import pytest
 from tests.tiers.damage import all_proven, flip
 from tests.tiers.joins import KEYS, Jobs
-from tests.tiers.setup import LONG_S, NUM_SLOTS, SLOT_BYTES, blocks_of, bytes_of, open_file, put
+from tests.tiers.setup import (
+    LONG_S,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    blocks_of,
+    bytes_of,
+    open_file,
+    put,
+    wait_until_busy,
+)
 from tests.tiers.test_slot_join_faults import Faulty
 
 from kvstow.tiers import SlotTier, TierTicket, slot_pieces, slot_store
@@ -27,8 +36,7 @@ def hold(files: Faulty, tier: SlotTier) -> TierTicket:
     """Let the only thread of gets wait in a read of the last block."""
     files.gate.clear()
     held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [2 * NUM_SLOTS - 1])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
+    wait_until_busy(tier)
     return held
 
 

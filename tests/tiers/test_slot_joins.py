@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from tests.tiers.setup import (
     key_of,
     open_file,
     put,
+    wait_until_busy,
 )
 
 from kvstow._core import row_checksums
@@ -163,8 +163,7 @@ def test_gets_join_pieces_of_one_job_while_others_wait(
         files.sizes.clear()
         files.gate.clear()
         held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
-        while not tier.stats().in_flight_bytes:
-            time.sleep(0.001)
+        wait_until_busy(tier)
         large, small = range(10), range(10, 12)
         tickets = [
             tier.get(
@@ -192,8 +191,7 @@ def test_pieces_of_a_delete_are_not_joined(
         assert all(put(tier, KEYS, range(NUM_SLOTS)))
         files.gate.clear()
         held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
-        while not tier.stats().in_flight_bytes:
-            time.sleep(0.001)
+        wait_until_busy(tier)
         deleted = tier.delete(blocks_of(KEYS[:10], range(10)))
         read = tier.get(blocks_of(KEYS[10:12], [10, 11]), [NUM_SLOTS + 1, NUM_SLOTS + 2])
         files.gate.set()
