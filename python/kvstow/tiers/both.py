@@ -39,7 +39,7 @@ from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.slot_file import SlotTier
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.ticket import Bools, TierTicket, tickets_made
-from kvstow.tiers.tier import Checked, Mode, SharedTier, Tier, TierBlocks, TierStats
+from kvstow.tiers.tier import Checked, Mode, SharedTier, Tier, TierStats
 from kvstow.transfer import TransferTimeout
 from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import checked_timeout_s, late
@@ -142,7 +142,7 @@ class BothTier(Tier):
         self.shared._check_open()
 
     def _put(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
-        job = _Job(_given(blocks), host_slots, deadline)
+        job = _Job(blocks, host_slots, deadline)
         ticket, every = BothTicket(len(blocks), deadline), np.arange(len(blocks))
         ticket.announce()
         with tickets_made(ticket.made):
@@ -152,7 +152,7 @@ class BothTier(Tier):
         return ticket
 
     def _get(self, blocks: Checked, host_slots: Index, deadline: float | None) -> TierTicket:
-        job = _Job(_given(blocks), host_slots, deadline)
+        job = _Job(blocks, host_slots, deadline)
         ticket, number = BothTicket(len(blocks), deadline), self._num_renewals
         in_file = self._are_in_file(blocks)
         here, there = np.flatnonzero(in_file), np.flatnonzero(~in_file)
@@ -172,12 +172,11 @@ class BothTier(Tier):
         return ticket
 
     def _delete(self, blocks: Checked) -> TierTicket:
-        given = _given(blocks)
         ticket, every = BothTicket(len(blocks), None), np.arange(len(blocks))
         ticket.announce()
         with tickets_made(ticket.made):
-            ticket.ask(self.disk.delete(given), every)
-            ticket.ask(self.shared.delete(given), every)
+            ticket.ask(self.disk._delete(blocks), every)
+            ticket.ask(self.shared._delete(blocks), every)
         return ticket
 
     # -- the halves ------------------------------------------------------------------------------
@@ -200,15 +199,20 @@ class BothTier(Tier):
     def _move(
         self, kind: Literal["put", "get"], half: Tier, job: _Job, at: Index
     ) -> TierTicket | None:
-        """Begin a half's part of a job. None if it has no block, or refuses the part."""
+        """Begin a half's part of a job. None if it has no block, or refuses the part.
+
+        The blocks are checked already, but a half may be closed before the file keeps them.
+        """
         if not len(at):
             return None
         part = job.some(at)
-        call = half.put if kind == "put" else half.get
+        begin = half._put if kind == "put" else half._get
         # The store gets half of the time, so that a late store does not make the whole job late.
         limit_s = _halfway(part.deadline) if half is self.shared else part.deadline
         with suppress(KvstowError):
-            ticket = call(part.blocks, part.host_slots, deadline=limit_s)
+            self.arena.check_open()
+            half._check_open()
+            ticket = begin(part.blocks, part.host_slots, limit_s)
             if half is self.disk:
                 self._at_disk.append(ticket)
             return ticket
@@ -218,7 +222,7 @@ class BothTier(Tier):
 class _Job(NamedTuple):
     """What a put or a get was asked for."""
 
-    blocks: TierBlocks
+    blocks: Checked
     host_slots: Index
     deadline: float | None
 
@@ -306,11 +310,6 @@ class BothTicket(TierTicket):
         # The caller may look late at a job that ended in time.
         was_late = any(part.is_late or not part.has_ended for part in self.made)
         return was_late and super()._has_passed()
-
-
-def _given(blocks: Checked) -> TierBlocks:
-    """Return the blocks of a job as its halves take them."""
-    return TierBlocks(blocks.hashes, blocks.groups, blocks.parents, blocks.slots, blocks.sequence)
 
 
 def _halfway(deadline: float | None) -> float | None:

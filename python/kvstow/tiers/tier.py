@@ -150,6 +150,18 @@ class Checked:
         """Return the number of blocks."""
         return len(self.hashes)
 
+    def some(self, at: npt.NDArray[np.intp]) -> Checked:
+        """Return the blocks at these places."""
+        parents, slots = self.parents, self.slots
+        return Checked(
+            [self.hashes[index] for index in at],
+            self.width,
+            self.groups[at],
+            None if parents is None else [parents[index] for index in at],
+            None if slots is None else slots[at],
+            self.sequence,
+        )
+
 
 class Tier(Closing):
     """Keeps blocks of one host arena.
