@@ -129,6 +129,11 @@ KINDS: Final[dict[str, Open]] = {
 }
 
 
+def rows_of(tier: Tier) -> Bytes:
+    """Return the host slots of a tier, one a row."""
+    return tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+
+
 def wait_until(holds: Callable[[], object], what: str) -> None:
     """Wait until `holds` is true. A failure says `what` is wrong."""
     until_s = time.monotonic() + LONG_S
@@ -172,7 +177,7 @@ def put(
     tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0, sequence: int = 1
 ) -> list[bool]:
     """Write blocks from host slots 0 and up, and return the answer."""
-    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    rows = rows_of(tier)
     for at, key in enumerate(keys):
         rows[at] = bytes_of(key, epoch, tier.slot_bytes)
     ticket = answered(tier.put(blocks_of(keys, slots, sequence), range(len(keys))))
@@ -181,7 +186,7 @@ def put(
 
 def get(tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0) -> list[bool]:
     """Read blocks into the last host slots, compare their bytes, and return the answer."""
-    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    rows = rows_of(tier)
     host = range(tier.num_host_slots - len(keys), tier.num_host_slots)
     rows[host.start :] = 0
     ticket = answered(tier.get(blocks_of(keys, slots), host))
