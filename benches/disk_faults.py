@@ -45,7 +45,7 @@ from tests.tiers.setup import (
 
 from kvstow import KvstowError
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import FRAME, FRAME_BYTES, Frames
+from kvstow.tiers.frame import FRAME, FRAME_BYTES, Frames, place_of
 from kvstow.tiers.slot_index import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
 
@@ -58,9 +58,8 @@ def flip_data(disk: Disk) -> None:
 
 def damage_index(disk: Disk) -> None:
     """One record names another block, and its request believes the record."""
-    hash_at = FRAME.fields["hash"][1]  # type: ignore[index]
     with disk.path("slots.index").open("r+b") as index:
-        index.seek(HEADER_BYTES + 2 * FRAME_BYTES + hash_at)
+        index.seek(HEADER_BYTES + 2 * FRAME_BYTES + place_of("hash").start)
         index.write(KEYS[3][0])
     disk.keys[2] = KEYS[3]
     disk.reopen()

@@ -168,14 +168,20 @@ def are_sound(frames: Frames) -> Bools:
     return sound
 
 
+def place_of(field: str) -> slice:
+    """Return which bytes of a frame a field has."""
+    kind, begin = FRAME.fields[field]  # type: ignore[index, misc]
+    return slice(begin, begin + kind.itemsize)
+
+
 def are_of(frames: Frames, context: Context) -> Bools:
     """Return which frames have this fingerprint, generation and length."""
     of: Bools = frames["generation"] == context.generation
     of &= frames["length"] == context.length
     words = words_of(frames)
-    at = FRAME.fields["fingerprint"][1] // 8  # type: ignore[index]
-    for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8")):
-        of &= words[:, at + word] == expected
+    first = place_of("fingerprint").start // 8
+    for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8"), first):
+        of &= words[:, word] == expected
     return of
 
 
@@ -185,8 +191,7 @@ def _key_mask() -> Words:
     row = frame.view(np.uint8)
     names = ("schema", "hash_bytes", "group", "length", "slot", "generation", "fingerprint", "hash")
     for name in names:
-        kind, at = FRAME.fields[name]  # type: ignore[index, misc]
-        row[at : at + kind.itemsize] = 0xFF
+        row[place_of(name)] = 0xFF
     return words_of(frame)
 
 
