@@ -149,7 +149,7 @@ class SlotStore:
     def holds(self, blocks: Checked) -> Bools:
         """Return which blocks have a frame in their slots. A `get` proves them."""
         assert blocks.slots is not None, "a slot file has slots"
-        return match(taken(self.frames, blocks.slots), expected_frames(blocks, self.context))
+        return match(taken(self._words, blocks.slots), expected_frames(blocks, self.context))
 
     # -- jobs ------------------------------------------------------------------------------------
 
