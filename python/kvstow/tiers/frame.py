@@ -122,7 +122,7 @@ class Context:
 
 
 def expected_frames(blocks: Checked, context: Context) -> Frames:
-    """Return the frames that these blocks should have, without checksums and digests.
+    """Return the frames that these blocks should have, as far as `match` compares them.
 
     Args:
         blocks: the blocks of a job.
@@ -135,9 +135,15 @@ def expected_frames(blocks: Checked, context: Context) -> Frames:
     frames["length"] = context.length
     frames["slot"] = 0 if blocks.slots is None else blocks.slots
     frames["generation"] = context.generation
-    frames["sequence"] = blocks.sequence
     frames["fingerprint"] = np.void(context.fingerprint)
     frames["hash"] = _padded(blocks.hashes, blocks.width)
+    return frames
+
+
+def new_frames(blocks: Checked, context: Context) -> Frames:
+    """Return the frames of blocks to write, without checksums and digests."""
+    frames = expected_frames(blocks, context)
+    frames["sequence"] = blocks.sequence
     if blocks.parents is not None:
         parents, none = blocks.parents, bytes(blocks.width)
         frames["parent_bytes"] = [0 if parent is None else blocks.width for parent in parents]

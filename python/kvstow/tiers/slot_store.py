@@ -35,6 +35,7 @@ from kvstow.tiers.frame import (
     are_of,
     expected_frames,
     match,
+    new_frames,
     seal,
     taken,
     words_of,
@@ -163,7 +164,8 @@ class SlotStore:
         try:
             ticket.announce()
             context, slots = self.context, blocks.slots
-            job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
+            frames = (new_frames if kind == "put" else expected_frames)(blocks, context)
+            job = Job(kind, frames, slots, host, context, ticket)
             refused = self.error if kind == "put" or self.mode == "off" else None
             if refused is not None:
                 self._end(job, refused)
