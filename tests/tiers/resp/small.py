@@ -30,7 +30,7 @@ def opened(arena: HostArena, url: str, **options: Any) -> RespTier:
 
 def key_of(number: int) -> bytes:
     """Return the server's key of a block."""
-    return Namespace(_NAMESPACE).key(0, digest_of(number))
+    return Namespace(_NAMESPACE).keys([0], [digest_of(number)])[0]
 
 
 def ended(ticket: TierTicket) -> TierTicket:

@@ -111,7 +111,7 @@ def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> Non
 
 
 def key_of(number: int, namespace: bytes = NAMESPACE, group: int = 0) -> bytes:
-    return Namespace(namespace).key(group, digest_of(number))
+    return Namespace(namespace).keys([group], [digest_of(number)])[0]
 
 
 def value_of(server: Server, key: bytes) -> bytes:

@@ -177,8 +177,9 @@ class _Connections:
 
     def carry_out(self, job: Job, part: range) -> None:
         """Ask each server for the blocks that it has."""
-        tier, blocks, key = self._tier, job.blocks, job.namespace.key
-        keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
+        tier, blocks = self._tier, job.blocks
+        groups = blocks.groups[part.start : part.stop].tolist()
+        keys = job.namespace.keys(groups, [blocks.hashes[at] for at in part])
         assigned = self._assigned(job, keys)
         calls = [
             self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
@@ -260,9 +261,9 @@ class _Connections:
         part = Part(
             positions,
             keys,
-            [int(job.blocks.groups[at]) for at in positions],
+            job.blocks.groups[positions].tolist(),
             [job.blocks.hashes[at] for at in positions],
-            [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
+            job.host_slots[positions].tolist() if len(job.host_slots) else [],
         )
         kind: Kind = job.operation if job.operation in ("put", "get") else "ask"
         call = _Call(node, part, job.until_s, kind)
