@@ -141,8 +141,8 @@ class Nodes:
         self._knows_better: list[Node] = []
         self.known: Topology | None = None
         if address.kind == "servers":
-            winner = self._winner if len(address.nodes) > 1 else None
-            self.known = Topology(address.nodes, winner)
+            owner = _by_rendezvous(address.nodes) if len(address.nodes) > 1 else None
+            self.known = Topology(address.nodes, owner)
 
     def _connection_options(self, security: Security) -> dict[str, Any]:
         redis = self._redis
@@ -160,12 +160,6 @@ class Nodes:
                 "ssl_check_hostname": True,
             }
         return options
-
-    def _winner(self, key: bytes) -> Node:
-        def score(node: Node) -> bytes:
-            return hashlib.blake2b(key, digest_size=8, salt=_salt(node)).digest()
-
-        return max(self.address.nodes, key=score)
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -341,5 +335,12 @@ def _named(host: str, port: bytes | int) -> Node:
     return node
 
 
-def _salt(node: Node) -> bytes:
-    return hashlib.blake2b(str(node).encode(), digest_size=16).digest()
+def _by_rendezvous(nodes: Sequence[Node]) -> Callable[[bytes], Node]:
+    """Return which of several independent servers has a key."""
+    salts = [hashlib.blake2b(str(node).encode(), digest_size=16).digest() for node in nodes]
+
+    def owner(key: bytes) -> Node:
+        scores = [hashlib.blake2b(key, digest_size=8, salt=salt).digest() for salt in salts]
+        return nodes[scores.index(max(scores))]
+
+    return owner
