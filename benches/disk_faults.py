@@ -31,7 +31,7 @@ from typing import Any, Final
 from unittest import mock
 
 import numpy as np
-from benches.disk_kills import SCENES, kill_in_demote, kill_in_promote, leaks_of, lose_frames
+from benches.disk_kills import SCENES, kill_in_demote, kill_in_promote, lose_frames
 from benches.faulty_disk import KEYS, LATE_S, NUM, OTHER, Bad, Disk, Seen
 from tests.tiers.damage import all_proven, flip
 from tests.tiers.setup import (
@@ -39,12 +39,13 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
+    leaks_of,
     new_arena,
 )
 
 from kvstow import KvstowError
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import FRAME, FRAME_BYTES, Frames
+from kvstow.tiers.frame import FRAME, FRAME_BYTES, Frames, place_of
 from kvstow.tiers.slot_index import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
 
@@ -57,9 +58,8 @@ def flip_data(disk: Disk) -> None:
 
 def damage_index(disk: Disk) -> None:
     """One record names another block, and its request believes the record."""
-    hash_at = FRAME.fields["hash"][1]  # type: ignore[index]
     with disk.path("slots.index").open("r+b") as index:
-        index.seek(HEADER_BYTES + 2 * FRAME_BYTES + hash_at)
+        index.seek(HEADER_BYTES + 2 * FRAME_BYTES + place_of("hash").start)
         index.write(KEYS[3][0])
     disk.keys[2] = KEYS[3]
     disk.reopen()
@@ -207,7 +207,7 @@ def on_slot_file(fault: Fault) -> Seen:
         begin_s = time.perf_counter()
         if disk.files.gate is not None:
             disk.files.gate.set()
-        seen.leaks = leaks_of(disk.tier)
+        seen.leaks = len(leaks_of(disk.tier))
         disk.files, disk.mismatch, disk.deadline_s = Bad(), "reset", None
         disk.keys = list(KEYS)
         with suppress(KvstowError):

@@ -19,9 +19,8 @@ from typing import Final, Literal
 
 import numpy as np
 from benches.faulty_disk import KEYS, LATE_S, NUM, Bad, Disk, Seen
-from tests.tiers.setup import blocks_of, bytes_of, key_of, new_arena
+from tests.tiers.setup import blocks_of, bytes_of, key_of, leaks_of, new_arena
 
-from kvstow.tiers import SlotTier
 from kvstow.tiers.files import Buffers
 from kvstow.tiers.warm import agreed
 
@@ -141,7 +140,7 @@ def one_rank_killed(*, has_checks: bool) -> Seen:
         seen.hits, seen.wrong = int(hits.sum()), int((hits & wrong).sum())
         begin_s = time.perf_counter()
         for rank in ranks:
-            seen.leaks += leaks_of(rank.tier)
+            seen.leaks += len(leaks_of(rank.tier))
             rank.tier = rank.open()
             rank.put()
         if all(rank.get() == (NUM, 0) for rank in ranks):
@@ -177,16 +176,8 @@ def slow_disk(*, has_checks: bool) -> Seen:
         disk.put()
         if disk.get() == (NUM, 0):
             seen.recover_ms = 1000 * (time.perf_counter() - begin_s)
-        seen.leaks = leaks_of(disk.tier)
+        seen.leaks = len(leaks_of(disk.tier))
     return seen
-
-
-def leaks_of(tier: SlotTier) -> int:
-    """Close a slot file, and return what it still has in use."""
-    tier.close()
-    store = tier._store
-    in_use = store._slots_in_use.any_in_use(), store._host_in_use.any_in_use()
-    return sum((*in_use, bool(store._jobs), store._calls.is_open))
 
 
 SCENES: Final[dict[str, Callable[..., Seen]]] = {

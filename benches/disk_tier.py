@@ -47,7 +47,7 @@ import numpy as np
 from kvstow._core import row_digests
 from kvstow.bench import machine
 from kvstow.tiers import Fingerprint, SlotFile, TierBlocks
-from kvstow.tiers.frame import FRAME, FRAME_BYTES, expected_frames, seal, words_of
+from kvstow.tiers.frame import FRAME, FRAME_BYTES, new_frames, seal, words_of
 from kvstow.tiers.slot_index import HEADER_BYTES
 from kvstow.tiers.tier import Checked
 from kvstow.transfer import HostArena
@@ -268,7 +268,7 @@ def open_s(folder: Path, num_slots: int, rounds: int) -> float:
         blocks = Checked(
             hashes(num_slots), 32, np.zeros(num_slots, np.uint32), None, np.arange(num_slots), 1
         )
-        frames = expected_frames(blocks, context)
+        frames = new_frames(blocks, context)
         seal(frames, np.zeros(num_slots, np.uint64))
         with (folder / f"{SLOTS}.index").open("r+b") as index:
             index.seek(HEADER_BYTES)

@@ -27,7 +27,7 @@ from tests.tiers.setup import LONG_S
 
 from kvstow import ConfigError, StateError
 from kvstow.engine.disk import Disk
-from kvstow.tiers import SlotTier
+from kvstow.tiers import Fingerprint, SlotTier, TierTicket
 from kvstow.transfer import READY, BlockLayout, Event, mover_for
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_SEEDS", "4"))
@@ -325,7 +325,11 @@ def salt_is_empty(patch: pytest.MonkeyPatch) -> None:
 
 def disk_is_warm(patch: pytest.MonkeyPatch) -> None:
     real = SlotTier.renew
-    patch.setattr(SlotTier, "renew", lambda tier, print: real(tier, print or tier._fingerprint))
+
+    def renew(tier: SlotTier, given: Fingerprint | None) -> TierTicket:
+        return real(tier, given or Fingerprint(tier._store.header.fingerprint))
+
+    patch.setattr(SlotTier, "renew", renew)
 
 
 def requests_are_fresh(patch: pytest.MonkeyPatch) -> None:

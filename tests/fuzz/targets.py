@@ -38,7 +38,7 @@ from kvstow.geometry.layout import lay_out
 from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 from kvstow.replay.trace import ChainedReader, ContentReader, TraceReader
 from kvstow.sizes import parse_bytes
-from kvstow.tiers.frame import FRAME, SCHEMA, Context, are_of, are_sound, seal
+from kvstow.tiers.frame import FRAME, SCHEMA, Context, are_of, are_sound, place_of, seal
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp.address import Address
@@ -225,8 +225,7 @@ def _forged_frames(draw: st.DrawFn) -> bytes:
         value = draw(st.one_of(st.integers(0, 40), st.integers(0, 256**size - 1)))
         at = draw(st.integers(0, 1))
         row = frames[at : at + 1].view(np.uint8)
-        offset = FRAME.fields[name][1]  # type: ignore[index]
-        row[offset : offset + size] = np.frombuffer(value.to_bytes(size, "little"), np.uint8)
+        row[place_of(name)] = np.frombuffer(value.to_bytes(size, "little"), np.uint8)
     seal(frames, np.zeros(2, np.uint64))
     index: bytes = _PAGE + frames[: draw(st.integers(1, 2))].tobytes()
     return index

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstow.tiers.frame import Bools, Frames
+from kvstow.tiers.frame import Frames
 from kvstow.tiers.slot_store import SlotStore
+from kvstow.tiers.ticket import Bools
 from kvstow.transfer.mover import Index
 
 

@@ -16,6 +16,8 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
+    rows_of,
+    wait_until_busy,
 )
 
 from kvstow.tiers import SlotTier, TierTicket
@@ -50,12 +52,19 @@ class Gated(Here):
         return super().write(file, buffers, offset)
 
 
-def hold(files: Gated, tier: SlotTier) -> TierTicket:
+def hold_puts(files: Gated, tier: SlotTier) -> TierTicket:
     """Let the only thread of puts wait in a write of the last block."""
     files.gate.clear()
     held = tier.put(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS - 1])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
+    wait_until_busy(tier)
+    return held
+
+
+def hold_gets(files: Gated, tier: SlotTier) -> TierTicket:
+    """Let the only thread of gets wait in a read of the last block into the last host slot."""
+    files.gate.clear()
+    held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [tier.num_host_slots - 1])
+    wait_until_busy(tier)
     return held
 
 
@@ -68,7 +77,7 @@ def put_many(tier: SlotTier, seed: int, *, late: frozenset[int] = frozenset()) -
     choose = random.Random(seed)
     rest = range(NUM_SLOTS - 1)
     numbers, slots, host = (choose.sample(rest, len(rest)) for _ in range(3))
-    rows = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES)
+    rows = rows_of(tier)
     jobs: Jobs = []
     while numbers:
         num = choose.randint(1, 4)

@@ -24,6 +24,7 @@ from tests.tiers.setup import (
     blocks_of,
     bytes_of,
     key_of,
+    leaks_of,
     new_arena,
     slot_file,
     stats_after,
@@ -215,12 +216,7 @@ class Mixture:
         self.files.release()
         self.tier.close()
         stats_after(self.tier, *(job.ticket for job in self.given_up))
-        self.tier.close()  # now that every call has returned
-        store = self.tier._store
-        assert not store._calls.is_open, "a descriptor leaks"
-        assert not store._jobs, "a job leaks"
-        assert not store._slots_in_use.any_in_use(), "a slot leaks"
-        assert not store._host_in_use.any_in_use(), "a host slot leaks"
+        assert not leaks_of(self.tier)
         self.given_up.clear()
 
     def _start(self) -> None:

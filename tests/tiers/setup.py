@@ -78,6 +78,11 @@ def blocks_of(keys: Sequence[Key], slots: Sequence[int], sequence: int = 1) -> T
     return TierBlocks(digests, groups, parents[: len(keys)], np.array(slots, np.int64), sequence)
 
 
+def blocks(*numbers: int, group: int = 0) -> TierBlocks:
+    """Return blocks of a shared store, which has no slots."""
+    return TierBlocks([digest_of(number) for number in numbers], [group] * len(numbers))
+
+
 def new_arena(num_slots: int = 2 * NUM_SLOTS, slots_per_run: int = 1) -> HostArena:
     return HostArena(num_slots, SLOT_BYTES // slots_per_run, slots_per_run=slots_per_run)
 
@@ -124,34 +129,67 @@ KINDS: Final[dict[str, Open]] = {
 }
 
 
+def rows_of(tier: Tier) -> Bytes:
+    """Return the host slots of a tier, one a row."""
+    return tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+
+
+def wait_until(holds: Callable[[], object], what: str) -> None:
+    """Wait until `holds` is true. A failure says `what` is wrong."""
+    until_s = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < until_s, what
+        time.sleep(0.001)
+
+
+def wait_until_busy(tier: Tier) -> None:
+    """Wait until a thread of a slot file has begun a call."""
+    wait_until(lambda: tier.stats().in_flight_bytes, "no thread begins")
+
+
+def answered(ticket: TierTicket) -> TierTicket:
+    """Return a ticket that has an answer."""
+    ticket.wait(LONG_S)
+    return ticket
+
+
 def stats_after(tier: Tier, *tickets: TierTicket) -> TierStats:
     """Return what the tier counted once these jobs have ended, late ones too."""
-    end_s = time.monotonic() + LONG_S
-    while not all(ticket.has_ended for ticket in tickets) or tier.stats().in_flight_bytes:
-        assert time.monotonic() < end_s, "a job does not end"
-        time.sleep(0.001)
+    wait_until(lambda: all(ticket.has_ended for ticket in tickets), "a job does not end")
+    wait_until(lambda: not tier.stats().in_flight_bytes, "a call does not end")
     return tier.stats()
+
+
+def leaks_of(tier: SlotTier) -> list[str]:
+    """Close a slot file whose calls have all returned, and return what it still has in use."""
+    tier.close()
+    store = tier._store
+    in_use = {
+        "a descriptor": max(store._calls._data, store._calls._index) >= 0,
+        "a job": bool(store._jobs),
+        "a slot": store._slots_in_use._uses.any(),
+        "a host slot": store._host_in_use._uses.any(),
+    }
+    return [name for name, leaks in in_use.items() if leaks]
 
 
 def put(
     tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0, sequence: int = 1
 ) -> list[bool]:
     """Write blocks from host slots 0 and up, and return the answer."""
-    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    rows = rows_of(tier)
     for at, key in enumerate(keys):
         rows[at] = bytes_of(key, epoch, tier.slot_bytes)
-    ticket = tier.put(blocks_of(keys, slots, sequence), range(len(keys)))
-    ticket.wait(LONG_S)
+    ticket = answered(tier.put(blocks_of(keys, slots, sequence), range(len(keys))))
     return [bool(one) for one in ticket.ok]
 
 
 def get(tier: Tier, keys: Sequence[Key], slots: Sequence[int], epoch: int = 0) -> list[bool]:
     """Read blocks into the last host slots, compare their bytes, and return the answer."""
-    rows = tier.arena.memory.reshape(tier.num_host_slots, tier.slot_bytes)
+    rows = rows_of(tier)
     host = range(tier.num_host_slots - len(keys), tier.num_host_slots)
     rows[host.start :] = 0
-    ticket = tier.get(blocks_of(keys, slots), host)
-    ticket.wait(LONG_S)
+    ticket = answered(tier.get(blocks_of(keys, slots), host))
     ok = [bool(one) for one in ticket.ok]
     for is_ok, key, row in zip(ok, keys, rows[host.start :], strict=True):
         if is_ok:

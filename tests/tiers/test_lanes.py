@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from tests.tiers.setup import LONG_S
+from tests.tiers.setup import LONG_S, wait_until
 
 from kvstow import TransferError
 from kvstow.tiers.lanes import Lanes, Work
@@ -43,13 +43,6 @@ def submit(lanes: Lanes) -> Task:
     task = Task()
     lanes.submit(deque([task]), is_put=False)
     return task
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.001)
 
 
 def test_lanes_that_are_off_begin_no_work() -> None:

@@ -19,6 +19,7 @@ from kvstow.tiers import frame, lanes, slot_index, slot_store
 from kvstow.tiers.slot_calls import SlotCalls
 from kvstow.tiers.slot_pieces import Joined, Part
 from kvstow.tiers.slot_store import SlotStore
+from kvstow.tiers.ticket import Bools
 from kvstow.transfer.mover import Index
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_TIER_SEEDS", "200"))
@@ -88,8 +89,8 @@ def test_without_checksums_damage_is_served(
 def test_without_keys_other_blocks_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def used(found: frame.Frames, _: frame.Frames) -> frame.Bools:
-        is_used: frame.Bools = found["schema"] != 0
+    def used(found: frame.Frames, _: frame.Frames) -> Bools:
+        is_used: Bools = found["schema"] != 0
         return is_used
 
     monkeypatch.setattr(SlotStore, "_fit", staticmethod(used))

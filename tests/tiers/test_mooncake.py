@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing, owning
-from tests.tiers.setup import LONG_S, digest_of
+from tests.tiers.setup import LONG_S, blocks, digest_of
 
 from kvstow import ConfigError
 from kvstow._core import row_digests
-from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers import TierTicket
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.shared_keys import delete_blocks
@@ -53,10 +53,6 @@ def tier(
     with tier:
         assert tier.copies_blocks == (request.param == "copied")
         yield tier
-
-
-def blocks(*numbers: int, group: int = 0) -> TierBlocks:
-    return TierBlocks([digest_of(number) for number in numbers], [group] * len(numbers))
 
 
 def fill(arena: HostArena, numbers: range) -> np.ndarray:
@@ -202,8 +198,7 @@ def test_a_dead_master_costs_no_more_than_the_deadline(
                 ticket = tier.get(blocks(1), [2], deadline=begin_s + 0.2)
                 ticket.wait(10)
                 assert ticket.ok.tolist() == [False]
-                while not ticket.has_ended:
-                    time.sleep(0.01)
+                ticket.wait_until_ended(LONG_S)
             ticket = tier.get(blocks(1), [2])
             ticket.wait(10)
             assert "left alone" in str(ticket.error)

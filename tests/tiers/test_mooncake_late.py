@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.mooncake_owner import Owner
+from tests.tiers.setup import blocks, wait_until
 
 from kvstow import TransferError
-from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers import TierTicket
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake_link import Link, Links
 from kvstow.transfer import HostArena, TransferTimeout
@@ -123,10 +124,6 @@ def tier(
         yield tier
 
 
-def blocks(*numbers: int) -> TierBlocks:
-    return TierBlocks([b"%032d" % number for number in numbers], [0] * len(numbers))
-
-
 def ended(ticket: TierTicket) -> bool:
     try:
         ticket.wait_until_ended(SHORT_S)
@@ -166,8 +163,7 @@ def test_job_of_a_failed_get_waits_for_other_calls_of_its_store(
     arena.slots[:] = 7
     monkeypatch.setattr(Doubtful, "may_return", threading.Event())
     put = tier.put(blocks(3), [3])
-    while not (stores and stores[0].buffers):
-        time.sleep(0.001)
+    wait_until(lambda: stores and stores[0].buffers, "no call begins")
     held = Doubtful.may_return
     monkeypatch.setattr(Doubtful, "may_return", threading.Event())
     Doubtful.may_return.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.mooncake_owner import Owner
+from tests.tiers.setup import blocks, wait_until
 
 from kvstow import TransferError
-from kvstow.tiers import TierBlocks
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake_watch import LONG_S, CallWatch, lower_priority
 from kvstow.transfer import HostArena
@@ -40,13 +40,6 @@ def lowest() -> set[int]:
             if priority(int(name)) == LOWEST:
                 found.add(int(name))
     return found
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + SOON_S
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(0.01)
 
 
 class Fixture:
@@ -203,10 +196,6 @@ def tier(monkeypatch: pytest.MonkeyPatch) -> Iterator[MooncakeTier]:
         MooncakeTier(arena, url, NAMESPACE, num_threads=2, timeout_s=SOON_S) as tier,
     ):
         yield tier
-
-
-def blocks(*numbers: int) -> TierBlocks:
-    return TierBlocks([b"%032d" % number for number in numbers], [0] * len(numbers))
 
 
 def test_thread_of_a_call_that_stands_still_makes_room_and_is_replaced(tier: MooncakeTier) -> None:

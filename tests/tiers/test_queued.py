@@ -15,7 +15,7 @@ import pytest
 from tests.forks import in_child
 from tests.interrupts import is_interrupted
 from tests.tiers.resp.small import patient
-from tests.tiers.setup import LONG_S, new_arena, open_file
+from tests.tiers.setup import LONG_S, new_arena, open_file, wait_until
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
@@ -37,13 +37,6 @@ KINDS: dict[str, Callable[[HostArena], QueuedTier]] = {
 
 def _no_store() -> Any:
     raise AssertionError("nothing is asked")
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until_s = time.monotonic() + LONG_S
-    while not holds():
-        assert time.monotonic() < until_s, what
-        time.sleep(0.001)
 
 
 def has_freed(it: weakref.ref[Any]) -> bool:

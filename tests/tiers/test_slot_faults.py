@@ -30,6 +30,7 @@ from tests.tiers.setup import (
     open_file,
     put,
     stats_after,
+    wait_until,
 )
 
 from kvstow import StateError
@@ -113,8 +114,7 @@ def test_read_that_hangs_keeps_its_slots_and_spares_the_others(
     stuck = tier.get(blocks_of(KEYS[:1], [0]), [40], deadline=files.now() + 0.01)
     stuck.wait(LONG_S)
     assert (stuck.is_late, stuck.has_ended, stuck.ok.tolist()) == (True, False, [False])
-    while not tier.stats().quarantined_bytes:
-        time.sleep(0.001)
+    wait_until(lambda: tier.stats().quarantined_bytes, "the call does not count as stuck")
     files.hangs = False
     assert get(tier, KEYS[1:4], range(1, 4)) == [True] * 3, "another thread took its place"
     assert put(tier, [KEYS[9]], [0]) == [False], "its slot is not reused"

@@ -255,6 +255,23 @@ def test_the_last_of_two_renewals_counts(tmp_path: Path, arena: HostArena) -> No
         assert len(tier.records()) == 2
 
 
+def test_renewal_that_is_interrupted_names_no_fingerprint(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next renewal writes it, and the next server of this model is refused."""
+
+    def interrupt(*_: object, is_put: bool) -> None:
+        raise KeyboardInterrupt
+
+    with open_file(tmp_path, arena) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(tier._store._lanes, "submit", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                tier.renew(OTHER)
+        tier.renew().wait(LONG_S)
+    open_file(tmp_path, arena).close()
+
+
 def test_renewal_that_is_interrupted_anywhere_takes_place_or_does_not(
     tmp_path: Path, arena: HostArena
 ) -> None:

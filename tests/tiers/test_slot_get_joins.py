@@ -13,23 +13,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven, flip
-from tests.tiers.joins import KEYS, Jobs
-from tests.tiers.setup import LONG_S, NUM_SLOTS, SLOT_BYTES, blocks_of, bytes_of, open_file, put
+from tests.tiers.joins import KEYS, Jobs, hold_gets
+from tests.tiers.setup import (
+    LONG_S,
+    NUM_SLOTS,
+    SLOT_BYTES,
+    blocks_of,
+    bytes_of,
+    open_file,
+    put,
+    rows_of,
+)
 from tests.tiers.test_slot_join_faults import Faulty
 
-from kvstow.tiers import SlotTier, TierTicket, slot_pieces, slot_store
+from kvstow.tiers import SlotTier, slot_pieces, slot_store
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
-
-
-def hold(files: Faulty, tier: SlotTier) -> TierTicket:
-    """Let the only thread of gets wait in a read of the last block."""
-    files.gate.clear()
-    held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [2 * NUM_SLOTS - 1])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
-    return held
 
 
 def get_many(tier: SlotTier, seed: int, *, late: frozenset[int] = frozenset()) -> Jobs:
@@ -48,7 +48,7 @@ def get_many(tier: SlotTier, seed: int, *, late: frozenset[int] = frozenset()) -
 
 def outcomes(tier: SlotTier, jobs: Jobs) -> list[list[str]]:
     """Return what each job brought: the block itself, other bytes, or nothing."""
-    rows, found = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES), []
+    rows, found = rows_of(tier), []
     for slots, of_host, ticket in jobs:
         ticket.wait_until_ended(LONG_S)
         is_right = [
@@ -89,7 +89,7 @@ def test_joined_gets_bring_each_block_to_its_own_host_slot(
 
     monkeypatch.setattr(slot_store, "Joined", joined)
     with tier:
-        held = hold(files, tier)
+        held = hold_gets(files, tier)
         jobs = get_many(tier, seed)
         num_named = [number for slots, _, _ in jobs for number in slots]
         assert len(set(num_named)) < len(num_named), "two jobs read one slot"
@@ -112,7 +112,7 @@ def test_joined_gets_in_a_wrong_order_are_found(
         self.host = host
 
     with tier:
-        hold(files, tier)
+        hold_gets(files, tier)
         jobs = get_many(tier, 1)
         monkeypatch.setattr(slot_pieces.Joined, "_keep", keep_all_but_host)
         files.gate.set()
@@ -121,7 +121,7 @@ def test_joined_gets_in_a_wrong_order_are_found(
 
 def test_late_get_fails_alone(tier: SlotTier, files: Faulty) -> None:
     with tier:
-        hold(files, tier)
+        hold_gets(files, tier)
         jobs = get_many(tier, 2, late=frozenset({0, 3}))
         files.gate.set()
         for at, found in enumerate(outcomes(tier, jobs)):
@@ -131,7 +131,7 @@ def test_late_get_fails_alone(tier: SlotTier, files: Faulty) -> None:
 
 def test_slot_that_cannot_be_read_fails_alone(tier: SlotTier, files: Faulty) -> None:
     with tier:
-        hold(files, tier)
+        hold_gets(files, tier)
         jobs = get_many(tier, 3)
         files.bad = {jobs[1][0][0]}
         files.gate.set()
@@ -152,7 +152,7 @@ def test_damaged_block_fails_alone(
     if not is_checked:
         monkeypatch.setattr(SlotStore, "_are_proven", all_proven)
     with tier:
-        hold(files, tier)
+        hold_gets(files, tier)
         jobs = get_many(tier, 4)
         damaged = {jobs[0][0][0], jobs[2][0][0]}
         for slot in damaged:
@@ -171,7 +171,7 @@ def test_job_that_is_too_large_to_be_joined_is_the_next_one(
 ) -> None:
     monkeypatch.setattr(slot_pieces, "_JOINED_GETS_BYTES", 3 * SLOT_BYTES)
     with tier:
-        held = hold(files, tier)
+        held = hold_gets(files, tier)
         tickets, begin = [], 0
         for num in (1, 1, 5, 1, 1, 1, 1):
             slots = range(begin, begin + num)

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven, flip
-from tests.tiers.joins import KEYS, Gated, Jobs, hold, put_many
+from tests.tiers.joins import KEYS, Gated, Jobs, hold_puts, put_many
 from tests.tiers.power import Volatile
 from tests.tiers.setup import (
     LONG_S,
@@ -134,7 +134,7 @@ def read_apart(tier: SlotTier, num: int, seed: int = 0) -> list[bool]:
 def test_short_calls_lose_nothing(tmp_path: Path, arena: HostArena, most_bytes: int) -> None:
     files = Faulty()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, most_bytes)
         files.most_bytes = most_bytes
         files.gate.set()
@@ -262,7 +262,7 @@ def fail_in_the_middle(path: Path, arena: HostArena, fails_at: int, number: int)
     files = Faulty()
     with open_file(path, arena, files=files, num_threads=1) as tier:
         assert all(put(tier, OLD_KEYS, range(NUM_SLOTS)))
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 5)
         files.begin(fails_at=fails_at + 1, fails_with=number)  # the first call holds the thread
         files.most_bytes = SLOT_BYTES + 512  # a part of a slot is written when a call fails
@@ -307,7 +307,7 @@ def race(tier: SlotTier, files: Faulty) -> tuple[list[bool], list[bool]]:
         Whether the get of the first brings anything, and whether the put of the second succeeds.
     """
     assert all(put(tier, OLD_KEYS, range(NUM_SLOTS)))
-    hold(files, tier)
+    hold_puts(files, tier)
     jobs = put_many(tier, 6)
     # Threads of gets are free, but for the gate.
     numbers = [number for numbers, _, _ in jobs for number in numbers]
@@ -366,7 +366,7 @@ def after_a_cut(path: Path, arena: HostArena, seed: int, cut_at: int) -> tuple[i
         assert all(put(tier, OLD_KEYS, range(NUM_SLOTS)))
     files = Losing(path, chance, 1 << 30)
     with open_file(path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, seed)
         files._left = cut_at
         files.gate.set()

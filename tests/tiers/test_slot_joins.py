@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.tiers.joins import KEYS, Gated, Jobs, hold, put_many
+from tests.tiers.joins import KEYS, Gated, Jobs, hold_gets, hold_puts, put_many
 from tests.tiers.setup import (
     LONG_S,
     MODEL,
@@ -21,6 +20,7 @@ from tests.tiers.setup import (
     key_of,
     open_file,
     put,
+    rows_of,
 )
 
 from kvstow._core import row_checksums
@@ -36,7 +36,7 @@ def test_joined_puts_write_each_block_in_its_own_slot(
 ) -> None:
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, seed)
         files.sizes.clear()
         files.gate.set()
@@ -53,7 +53,7 @@ def test_joined_puts_write_each_block_in_its_own_slot(
 
 def served(tier: SlotTier, jobs: Jobs) -> list[str]:
     """Return what the gets of blocks bring: the block itself, nothing, or other bytes."""
-    rows, found = tier.arena.memory.reshape(tier.num_host_slots, SLOT_BYTES), []
+    rows, found = rows_of(tier), []
     for numbers, slots, _ in jobs:
         for number, slot in zip(numbers, slots, strict=True):
             ticket = tier.get(blocks_of([KEYS[number]], [slot]), [NUM_SLOTS + 1])
@@ -77,7 +77,7 @@ def test_joined_puts_in_a_wrong_order_are_found(
         setattr(self, column, old)
 
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 1)
         monkeypatch.setattr(slot_pieces.Joined, "_keep", keep_all_but_one)
         files.gate.set()
@@ -90,7 +90,7 @@ def test_joined_puts_in_a_wrong_order_are_found(
 def test_late_put_fails_alone(tmp_path: Path, arena: HostArena) -> None:
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 2, late=frozenset({0, 3}))
         files.gate.set()
         for at, (numbers, slots, ticket) in enumerate(jobs):
@@ -104,7 +104,7 @@ def test_late_put_fails_alone(tmp_path: Path, arena: HostArena) -> None:
 def test_late_put_has_no_error_of_those_that_were_written(tmp_path: Path, arena: HostArena) -> None:
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 2, late=frozenset({0, 3}))
         files.error = errno.EIO
         files.gate.set()
@@ -117,7 +117,7 @@ def test_damaged_host_slot_fails_alone(tmp_path: Path, arena: HostArena) -> None
     arena.keeps_checksums = True
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 3)
         rest = np.arange(NUM_SLOTS - 1)
         arena.checksums[rest] = row_checksums(arena.slots, rest)
@@ -140,7 +140,7 @@ def test_damaged_host_slot_fails_alone(tmp_path: Path, arena: HostArena) -> None
 def test_failed_write_fails_all_that_it_carries(tmp_path: Path, arena: HostArena) -> None:
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
-        hold(files, tier)
+        hold_puts(files, tier)
         jobs = put_many(tier, 4)
         files.error = errno.ENOSPC
         files.gate.set()
@@ -161,10 +161,7 @@ def test_gets_join_pieces_of_one_job_while_others_wait(
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
         assert all(put(tier, KEYS, range(NUM_SLOTS)))
         files.sizes.clear()
-        files.gate.clear()
-        held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
-        while not tier.stats().in_flight_bytes:
-            time.sleep(0.001)
+        held = hold_gets(files, tier)
         large, small = range(10), range(10, 12)
         tickets = [
             tier.get(
@@ -190,10 +187,7 @@ def test_pieces_of_a_delete_are_not_joined(
     files = Gated()
     with open_file(tmp_path, arena, files=files, num_threads=1) as tier:
         assert all(put(tier, KEYS, range(NUM_SLOTS)))
-        files.gate.clear()
-        held = tier.get(blocks_of(KEYS[-1:], [NUM_SLOTS - 1]), [NUM_SLOTS])
-        while not tier.stats().in_flight_bytes:
-            time.sleep(0.001)
+        held = hold_gets(files, tier)
         deleted = tier.delete(blocks_of(KEYS[:10], range(10)))
         read = tier.get(blocks_of(KEYS[10:12], [10, 11]), [NUM_SLOTS + 1, NUM_SLOTS + 2])
         files.gate.set()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.tiers.setup import (
     open_file,
     put,
     stats_after,
+    wait_until_busy,
 )
 
 from kvstow.tiers import SlotFile, SlotTier, TierTicket, lanes, slot_store
@@ -106,8 +106,7 @@ def put_one_by_one(
     files.gate.clear()
     last = NUM_SLOTS - 1
     held = tier.put(blocks_of(KEYS[last:], [last]), [last])
-    while not tier.stats().in_flight_bytes:
-        time.sleep(0.001)
+    wait_until_busy(tier)
     files.begin()
     for at in range(NUM):
         tier.arena.slots[at] = bytes_of(KEYS[at])

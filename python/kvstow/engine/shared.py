@@ -40,7 +40,7 @@ from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.request import Request
 from kvstow.engine.state import State
-from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, TierStore
+from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, ask_tier
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore, of_shared
@@ -101,7 +101,7 @@ class _First:
 
     def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
         """Return which of the keys the store has."""
-        return TierStore(self._shared.first).found(keys, limit_s)
+        return ask_tier(self._shared.first, keys, limit_s)
 
     def close(self) -> None:
         """Leave the tier to the jobs."""

@@ -81,26 +81,15 @@ class Store(Protocol):
         """Close the connection to the store."""
 
 
-class TierStore:
-    """Asks a shared tier."""
-
-    def __init__(self, tier: SharedTier) -> None:
-        """Take a tier, which `close` closes."""
-        self._tier = tier
-
-    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
-        """Return which of the keys the store has; see `Store`."""
-        blocks = TierBlocks([digest for digest, _ in keys], [group for _, group in keys])
-        ticket = self._tier.contains(blocks, deadline=time.monotonic() + limit_s)
-        ticket.wait()
-        if ticket.is_late:
-            raise TransferError(f"the shared tier did not answer within {limit_s:g} s")
-        # It may concern one of several servers. The tier itself leaves that one alone for a while.
-        return Answer(ticket.ok.tolist(), ticket.error)
-
-    def close(self) -> None:
-        """Close the tier."""
-        self._tier.close()
+def ask_tier(tier: SharedTier, keys: Sequence[Key], limit_s: float) -> Answer:
+    """Return which of the keys a shared tier has; see `Store.found`."""
+    blocks = TierBlocks([digest for digest, _ in keys], [group for _, group in keys])
+    ticket = tier.contains(blocks, deadline=time.monotonic() + limit_s)
+    ticket.wait()
+    if ticket.is_late:
+        raise TransferError(f"the shared tier did not answer within {limit_s:g} s")
+    # It may concern one of several servers. The tier itself leaves that one alone for a while.
+    return Answer(ticket.ok.tolist(), ticket.error)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -39,7 +39,7 @@ from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.slot_file import SlotTier
 from kvstow.tiers.slot_index import SlotRecords
 from kvstow.tiers.ticket import Bools, TierTicket, tickets_made
-from kvstow.tiers.tier import Checked, Mode, SharedTier, Tier, TierBlocks, TierStats
+from kvstow.tiers.tier import Checked, Mode, SharedTier, Tier, TierStats
 from kvstow.transfer import TransferTimeout
 from kvstow.transfer.mover import Index
 from kvstow.transfer.ticket import checked_timeout_s, late
@@ -128,15 +128,10 @@ class BothTier(Tier):
 
     def stats(self) -> TierStats:
         """Return the sums of both, but of puts only those into the file."""
-        disk, shared = self.disk.stats(), self.shared.stats()
-        of_file = {"put_blocks", "put_bytes", "failed_puts"}
+        disk = self.disk.stats()
+        shared = replace(self.shared.stats(), put_blocks=0, put_bytes=0, failed_puts=0)
         names = [field.name for field in fields(TierStats)]
-        return TierStats(
-            *(
-                getattr(disk, name) + (0 if name in of_file else getattr(shared, name))
-                for name in names
-            )
-        )
+        return TierStats(*(getattr(disk, name) + getattr(shared, name) for name in names))
 
     def close(self) -> None:
         """Carry out what has begun, and close both; see `Tier.close`."""
@@ -163,7 +158,7 @@ class BothTier(Tier):
         here, there = np.flatnonzero(in_file), np.flatnonzero(~in_file)
 
         def keep() -> None:
-            at = there[ticket.ok_of(there)]
+            at = there[ticket.ok_so_far[there]]
             is_over = deadline is not None and time.monotonic() >= deadline
             may_write = number == self._num_renewals and not is_over and self._may_use_disk()
             if len(at) and may_write:
@@ -177,13 +172,11 @@ class BothTier(Tier):
         return ticket
 
     def _delete(self, blocks: Checked) -> TierTicket:
-        ticket = BothTicket(len(blocks), None)
-        every = np.arange(len(blocks))
-        given = _part(blocks, every)
+        ticket, every = BothTicket(len(blocks), None), np.arange(len(blocks))
         ticket.announce()
         with tickets_made(ticket.made):
-            ticket.ask(self.disk.delete(given), every)
-            ticket.ask(self.shared.delete(given), every)
+            ticket.ask(self.disk._delete(blocks), every)
+            ticket.ask(self.shared._delete(blocks), every)
         return ticket
 
     # -- the halves ------------------------------------------------------------------------------
@@ -206,14 +199,20 @@ class BothTier(Tier):
     def _move(
         self, kind: Literal["put", "get"], half: Tier, job: _Job, at: Index
     ) -> TierTicket | None:
-        """Begin a half's part of a job. None if it has no block, or refuses the part."""
+        """Begin a half's part of a job. None if it has no block, or refuses the part.
+
+        The blocks are checked already, but a half may be closed before the file keeps them.
+        """
         if not len(at):
             return None
-        call = half.put if kind == "put" else half.get
+        part = job.some(at)
+        begin = half._put if kind == "put" else half._get
         # The store gets half of the time, so that a late store does not make the whole job late.
-        limit_s = _halfway(job.deadline) if half is self.shared else job.deadline
+        limit_s = _halfway(part.deadline) if half is self.shared else part.deadline
         with suppress(KvstowError):
-            ticket = call(_part(job.blocks, at), job.host_slots[at], deadline=limit_s)
+            self.arena.check_open()
+            half._check_open()
+            ticket = begin(part.blocks, part.host_slots, limit_s)
             if half is self.disk:
                 self._at_disk.append(ticket)
             return ticket
@@ -226,6 +225,12 @@ class _Job(NamedTuple):
     blocks: Checked
     host_slots: Index
     deadline: float | None
+
+    def some(self, at: Index) -> _Job:
+        """Return the job of the blocks `at`, which ascend."""
+        if len(at) == len(self.blocks):
+            return self
+        return _Job(self.blocks.some(at), self.host_slots[at], self.deadline)
 
 
 class BothTicket(TierTicket):
@@ -247,15 +252,15 @@ class BothTicket(TierTicket):
         """Let a half decide which of the blocks `at` are ok; None for none of them."""
         self._asked.append((ticket, at))
 
-    def ok_of(self, at: Index) -> Bools:
-        """Return which of the blocks `at` are ok, as far as halves have decided."""
-        ok = np.zeros(self.num_blocks, np.bool_)
-        is_new = np.ones(self.num_blocks, np.bool_)
-        for ticket, theirs in self._asked:
-            own = np.zeros(len(theirs), np.bool_) if ticket is None else ticket.ok
-            ok[theirs] = own & (is_new[theirs] | ok[theirs])
-            is_new[theirs] = False
-        return ok[at]
+    @property
+    def ok_so_far(self) -> Bools:
+        """Which blocks are ok for each half that decides about them, and for one at least."""
+        ok = np.ones(self.num_blocks, np.bool_)
+        is_decided = np.zeros(self.num_blocks, np.bool_)
+        for ticket, at in self._asked:
+            ok[at] &= False if ticket is None else ticket.ok
+            is_decided[at] = True
+        return ok & is_decided
 
     def poll(self) -> bool:
         """Go on, and return whether there is an answer."""
@@ -292,30 +297,19 @@ class BothTicket(TierTicket):
                     part.wait_until_ended(None if math.isinf(left_s) else left_s)
 
     def _go_on(self) -> None:
-        while not self._moment.poll() and self._have_parts_ended():
+        while not self._moment.poll() and all(part.has_ended for part in self.made):
             if self.then is None:
-                errors = [part.error for part in self.made if part.error is not None]
-                self.end(self.ok_of(np.arange(self.num_blocks)), next(iter(errors), None))
+                errors = (part.error for part in self.made if part.error is not None)
+                self.end(self.ok_so_far, next(errors, None))
             else:
                 then, self.then = self.then, None  # once, also if it is interrupted
                 with tickets_made(self.made):
                     then()
 
-    def _have_parts_ended(self) -> bool:
-        return all(part.has_ended for part in self.made)
-
     def _has_passed(self) -> bool:
         # The caller may look late at a job that ended in time.
         was_late = any(part.is_late or not part.has_ended for part in self.made)
         return was_late and super()._has_passed()
-
-
-def _part(blocks: Checked, at: Index) -> TierBlocks:
-    """Return some blocks of a job."""
-    assert blocks.slots is not None, "a tier with a slot file has slots"
-    parents = None if blocks.parents is None else [blocks.parents[one] for one in at]
-    hashes = [blocks.hashes[one] for one in at]
-    return TierBlocks(hashes, blocks.groups[at], parents, blocks.slots[at], blocks.sequence)
 
 
 def _halfway(deadline: float | None) -> float | None:

@@ -15,8 +15,24 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from kvstow._core import TransferError
+
 FIRST_PAUSE_S: Final = 1.0
 LAST_PAUSE_S: Final = 30.0
+FAIR_S: Final = 0.02
+"""A store that had less time to answer has not failed."""
+
+# What the log says when a breaker opens, of which store and why, and when it closes.
+FAILS: Final = (
+    "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a time, and "
+    "its blocks are recomputed"
+)
+ANSWERS_AGAIN: Final = "kvstow: the shared tier at %s answers again"
+
+
+def left_alone(store: object) -> TransferError:
+    """Return why a store is not asked while its breaker is open."""
+    return TransferError(f"{store} has failed and is left alone for a while")
 
 
 class Breaker:

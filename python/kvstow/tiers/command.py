@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,8 +14,8 @@ from kvstow._core import ConfigError
 from kvstow.output import Output, with_output
 from kvstow.texts import on_one_line
 from kvstow.tiers.inspection import Inspection, inspected
+from kvstow.tiers.opening import INDEX_SUFFIX
 from kvstow.tiers.shared_command import (
-    checked_path,
     drop_blocks,
     is_url,
     refuse_store_options,
@@ -51,7 +52,7 @@ def info(output: Output, place: str, **store: Any) -> int:
     if is_url(place):
         return show_blocks(output, place, store)
     refuse_store_options("info")
-    path = checked_path(place)
+    path = _checked_path(place)
 
     def look() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=False) as found:
@@ -74,7 +75,7 @@ def verify(output: Output, path: str) -> int:
             f"{path} is a URL, and verify reads slot files only: servers check each block of a "
             "store when they read it"
         )
-    path = checked_path(path)
+    path = _checked_path(path)
 
     def look() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=True) as found:
@@ -115,7 +116,7 @@ def reset(output: Output, place: str, fingerprint: str | None, **store: Any) -> 
     if is_url(place):
         return drop_blocks(output, place, fingerprint, store)
     refuse_store_options("reset", fingerprint=fingerprint)
-    path = checked_path(place)
+    path = _checked_path(place)
 
     def empty() -> tuple[dict[str, object], str | None]:
         with inspected(path, to_lock=True, to_write=True) as found:
@@ -123,6 +124,20 @@ def reset(output: Output, place: str, fingerprint: str | None, **store: Any) -> 
         return {"dropped_blocks": len(found.frames)}, None
 
     return _reported(output, path, empty)
+
+
+def _checked_path(place: str) -> str:
+    """Return the path of a file that exists, or raise as click does.
+
+    Raises:
+        ConfigError: it is a folder.
+    """
+    if os.path.isdir(place):
+        there = set(os.listdir(place))
+        names = sorted(name for name in there if name + INDEX_SUFFIX in there)
+        such = f"such as {os.path.join(place, names[0])}" if names else "and this folder has none"
+        raise ConfigError(f"{place} is a folder: pass the path of a slot file, {such}")
+    return str(click.Path(exists=True, dir_okay=False).convert(place, None, None))
 
 
 def _reported(

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import ConfigError, row_digests
+from kvstow.tiers.ticket import Bools
 from kvstow.tiers.tier import MAX_HASH_BYTES, Checked
 
 SCHEMA: Final = 2
@@ -61,7 +62,6 @@ MAX_FINGERPRINT_TEXT_BYTES: Final = 3072
 Frames: TypeAlias = npt.NDArray[Any]
 Words: TypeAlias = npt.NDArray[np.uint64]
 Sums: TypeAlias = npt.NDArray[np.uint64]
-Bools: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Context:
 
 
 def expected_frames(blocks: Checked, context: Context) -> Frames:
-    """Return the frames that these blocks should have, without checksums and digests.
+    """Return the frames that these blocks should have, as far as `match` compares them.
 
     Args:
         blocks: the blocks of a job.
@@ -135,9 +135,15 @@ def expected_frames(blocks: Checked, context: Context) -> Frames:
     frames["length"] = context.length
     frames["slot"] = 0 if blocks.slots is None else blocks.slots
     frames["generation"] = context.generation
-    frames["sequence"] = blocks.sequence
     frames["fingerprint"] = np.void(context.fingerprint)
     frames["hash"] = _padded(blocks.hashes, blocks.width)
+    return frames
+
+
+def new_frames(blocks: Checked, context: Context) -> Frames:
+    """Return the frames of blocks to write, without checksums and digests."""
+    frames = expected_frames(blocks, context)
+    frames["sequence"] = blocks.sequence
     if blocks.parents is not None:
         parents, none = blocks.parents, bytes(blocks.width)
         frames["parent_bytes"] = [0 if parent is None else blocks.width for parent in parents]
@@ -168,14 +174,20 @@ def are_sound(frames: Frames) -> Bools:
     return sound
 
 
+def place_of(field: str) -> slice:
+    """Return which bytes of a frame a field has."""
+    kind, begin = FRAME.fields[field]  # type: ignore[index, misc]
+    return slice(begin, begin + kind.itemsize)
+
+
 def are_of(frames: Frames, context: Context) -> Bools:
     """Return which frames have this fingerprint, generation and length."""
     of: Bools = frames["generation"] == context.generation
     of &= frames["length"] == context.length
     words = words_of(frames)
-    at = FRAME.fields["fingerprint"][1] // 8  # type: ignore[index]
-    for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8")):
-        of &= words[:, at + word] == expected
+    first = place_of("fingerprint").start // 8
+    for word, expected in enumerate(np.frombuffer(context.fingerprint, "<u8"), first):
+        of &= words[:, word] == expected
     return of
 
 
@@ -185,8 +197,7 @@ def _key_mask() -> Words:
     row = frame.view(np.uint8)
     names = ("schema", "hash_bytes", "group", "length", "slot", "generation", "fingerprint", "hash")
     for name in names:
-        kind, at = FRAME.fields[name]  # type: ignore[index, misc]
-        row[at : at + kind.itemsize] = 0xFF
+        row[place_of(name)] = 0xFF
     return words_of(frame)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -57,9 +58,10 @@ class Namespace:
         """Return what the keys of a group's blocks begin with."""
         return self.prefix + b"%d:%d:" % (SCHEMA, group)
 
-    def key(self, group: int, digest: bytes) -> bytes:
-        """Return the store's key of a block."""
-        return self.key_prefix(group) + digest
+    def keys(self, groups: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
+        """Return the store's keys of blocks."""
+        prefixes = {group: self.key_prefix(group) for group in set(groups)}
+        return [prefixes[group] + digest for group, digest in zip(groups, digests, strict=True)]
 
     def header(self, group: int, digest: bytes, num_bytes: int, checksum: int) -> bytes:
         """Return the header of a block, whose bytes have this XXH3."""

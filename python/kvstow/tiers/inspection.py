@@ -66,7 +66,7 @@ class Inspection:
             generation.
         num_bytes: bytes of both files.
         bytes_on_disk: bytes that the file system has given to both.
-        is_cut: whether the data file ends before its last slot does.
+        is_cut: whether a file ends before the last slot, or its frame, does.
     """
 
     path: str
@@ -176,18 +176,18 @@ def _read(files: Files, index: int, path: str) -> Inspection:
         )
     header = read_header(path + INDEX_SUFFIX, page)
     found = [files.stat(name) for name in (path, path + INDEX_SUFFIX)]
-    sizes = [0 if it is None else it.st_size for it in found]
-    num_frames = min(header.num_slots, max(0, sizes[1] - HEADER_BYTES) // FRAME_BYTES)
+    data_size, index_size = (0 if it is None else it.st_size for it in found)
+    num_frames = min(header.num_slots, max(0, index_size - HEADER_BYTES) // FRAME_BYTES)
     fingerprint = Fingerprint(header.fingerprint).digest
     frames, num_dropped = read_frames(
         files,
         index,
         num_frames,
-        sizes[0] // header.slot_bytes,
+        data_size // header.slot_bytes,
         Context(fingerprint, header.generation, header.slot_bytes),
     )
-    is_cut = sizes[0] < header.num_slots * header.slot_bytes
-    is_cut |= sizes[1] < index_bytes(header.num_slots)
+    is_data_cut = data_size < header.num_slots * header.slot_bytes
+    is_index_cut = index_size < index_bytes(header.num_slots)
     on_disk = sum(0 if it is None else it.st_blocks * 512 for it in found)
     used = np.flatnonzero(frames["schema"])
     return Inspection(
@@ -195,9 +195,9 @@ def _read(files: Files, index: int, path: str) -> Inspection:
         header,
         taken(words_of(frames), used),
         num_dropped,
-        sum(sizes),
+        data_size + index_size,
         on_disk,
-        is_cut,
+        is_data_cut or is_index_cut,
         files,
         index,
     )

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 from kvstow._core import TransferError
 from kvstow.tiers.tier import without_thread
@@ -67,10 +67,6 @@ class Work(Protocol):
         """End it without carrying it out."""
 
 
-# The pieces of each job that waits; None wakes a thread.
-_Queue: TypeAlias = SimpleQueue[deque[Work] | None]
-
-
 @dataclass(slots=True)
 class Pace:
     """How many bytes a call may move, so that the disk returns it before it counts as stuck.
@@ -98,11 +94,33 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
+class _Queue:
+    """The jobs that wait for one kind of lane, each as its pieces.
+
+    `jobs` and `first` are written in C, so no interrupt divides what they do.
+
+    Attributes:
+        pace: of the calls of these lanes. A disk may read fast and write slowly.
+        jobs: the jobs; None wakes a thread.
+        first: jobs that come before all of `jobs`.
+    """
+
+    pace: Pace
+    jobs: SimpleQueue[deque[Work] | None] = field(default_factory=SimpleQueue)
+    first: deque[deque[Work]] = field(default_factory=deque)
+
+    def take(self) -> deque[Work] | None:
+        """Return the pieces that come next; raise `Empty` if none wait."""
+        with suppress(IndexError):
+            return self.first.popleft()
+        return self.jobs.get_nowait()
+
+
+@dataclass(slots=True, eq=False)
 class _Lane:
     """A thread. Since `since_s` it has had this work, or no call of it has returned."""
 
     queue: _Queue
-    pace: Pace
     work: Work | None = None
     since_s: float = 0.0
     is_abandoned: bool = False
@@ -140,18 +158,11 @@ class Lanes:
         self._stuck_after_s = stuck_after_s
         self._max_quarantined_bytes = max_quarantined_bytes
         self._now = now
-        # Both are written in C, so no interrupt divides what they do.
-        self._lock = threading.RLock()
-        self._puts: _Queue = SimpleQueue()
-        self._others: _Queue = SimpleQueue()
-        # Jobs that come before all that wait in a queue.
-        self._next_put: deque[deque[Work]] = deque()
-        self._next_other: deque[deque[Work]] = deque()
+        self._lock = threading.RLock()  # written in C, so no interrupt divides what it does
+        slow_s = stuck_after_s / _MARGIN
+        self._puts, self._others = _Queue(Pace(slow_s)), _Queue(Pace(slow_s))
         self._stop_watch: SimpleQueue[None] = SimpleQueue()
         self._is_stopping = False
-        # A disk may read fast and write slowly.
-        slow_s = stuck_after_s / _MARGIN
-        self._put_pace, self._other_pace = Pace(slow_s), Pace(slow_s)
         self._lanes: list[_Lane] = []
         self._own = threading.local()  # what each thread is, and its lane
 
@@ -179,7 +190,7 @@ class Lanes:
         Jobs take turns, so that a long one holds up no other. The caller may still take pieces from
         the end. If the lanes are off, all fail at once.
         """
-        (self._puts if is_put else self._others).put(pieces)
+        (self._puts if is_put else self._others).jobs.put(pieces)
         if self.error is not None:
             self._fail_waiting()
 
@@ -187,7 +198,7 @@ class Lanes:
         """Let each thread end after all queued work. Does not wait."""
         self._is_stopping = True
         for queue in (self._puts, self._others):
-            queue.put(None)  # wakes a thread
+            queue.jobs.put(None)  # wakes a thread
 
     def join(self) -> bool:
         """Wait until each thread has ended or is abandoned; return whether all have ended."""
@@ -211,12 +222,12 @@ class Lanes:
     def most_bytes(self) -> int:
         """Return how many bytes the next call of this thread may move."""
         lane: _Lane = self._own.lane
-        return lane.pace.most_bytes
+        return lane.queue.pace.most_bytes
 
     def note_return(self, num_bytes: int) -> None:
         """Note that a call of this thread has returned, and has moved so many bytes."""
         lane, now_s = self._own.lane, self._now()
-        lane.pace.note(num_bytes, now_s - lane.since_s)
+        lane.queue.pace.note(num_bytes, now_s - lane.since_s)
         lane.since_s = now_s
 
     def look_after(self) -> None:
@@ -224,12 +235,12 @@ class Lanes:
         now_s = self._now()
         with self._lock:
             for lane in list(self._lanes):
-                is_stuck = lane.work is not None and now_s - lane.since_s > self._stuck_after_s
-                if lane.work is None or not is_stuck or lane.is_abandoned:
+                work, for_s = lane.work, now_s - lane.since_s
+                if work is None or for_s <= self._stuck_after_s or lane.is_abandoned:
                     continue
                 lane.is_abandoned = True
-                lane.pace.slow_down()
-                self.quarantined_bytes += lane.work.num_bytes
+                lane.queue.pace.slow_down()
+                self.quarantined_bytes += work.num_bytes
                 if self.quarantined_bytes > self._max_quarantined_bytes:
                     self._go_off(
                         f"{self.quarantined_bytes} bytes are in calls that have not returned for "
@@ -246,8 +257,8 @@ class Lanes:
     def close_in_child(self) -> None:
         """Forget the threads in a forked child, which has none of them."""
         self._lock = threading.RLock()
-        self._puts, self._others, self._stop_watch = SimpleQueue(), SimpleQueue(), SimpleQueue()
-        self._next_put, self._next_other = deque(), deque()
+        self._puts, self._others = _Queue(self._puts.pace), _Queue(self._others.pace)
+        self._stop_watch = SimpleQueue()
         self._lanes = []
 
     def _go_off(self, why: str) -> None:
@@ -260,15 +271,15 @@ class Lanes:
         for queue in (self._puts, self._others):
             with suppress(Empty):
                 while True:
-                    pieces = self._take(queue)
+                    pieces = queue.take()
                     while pieces:
                         with suppress(IndexError):
                             pieces.popleft().fail(self.error)
             if self._is_stopping:
-                queue.put(None)  # in place of one that was taken here
+                queue.jobs.put(None)  # in place of one that was taken here
 
     def _add(self, queue: _Queue) -> None:
-        lane = _Lane(queue, self._put_pace if queue is self._puts else self._other_pace)
+        lane = _Lane(queue)
         threading.Thread(target=self._run, args=(lane,), name="kvstow-tier", daemon=True).start()
         self._lanes.append(lane)
 
@@ -276,27 +287,18 @@ class Lanes:
         """Wait for a piece of work; None to stop, when no work is left."""
         while True:
             try:
-                pieces = self._take(queue)
+                pieces = queue.take()
             except Empty:
                 if self._is_stopping:
-                    queue.put(None)  # wakes the next thread
+                    queue.jobs.put(None)  # wakes the next thread
                     return None
-                pieces = queue.get()
+                pieces = queue.jobs.get()
             if pieces is None:
                 continue
             with suppress(IndexError):
                 work = pieces.popleft()
                 self._join(queue, work, pieces)
                 return work
-
-    def _take(self, queue: _Queue) -> deque[Work] | None:
-        """Return the pieces that come next; raise `Empty` if none wait."""
-        with suppress(IndexError):
-            return self._before(queue).popleft()
-        return queue.get_nowait()
-
-    def _before(self, queue: _Queue) -> deque[deque[Work]]:
-        return self._next_put if queue is self._puts else self._next_other
 
     def _join(self, queue: _Queue, work: Work, own: deque[Work]) -> None:
         """Let `work` take in what follows, but leave a job for each other lane.
@@ -307,14 +309,14 @@ class Lanes:
             own: the pieces that follow it in its job.
         """
         pieces = own
-        while queue.qsize() >= self._num_lanes:
+        while queue.jobs.qsize() >= self._num_lanes:
             if not pieces:
                 try:
-                    more = self._take(queue)
+                    more = queue.take()
                 except Empty:
                     break
                 if more is None:
-                    queue.put(None)  # it wakes another thread
+                    queue.jobs.put(None)  # it wakes another thread
                     break
                 pieces = more
             with suppress(IndexError):  # an interrupted caller may take its pieces back
@@ -324,10 +326,10 @@ class Lanes:
                     break
         if pieces is own:
             if own:
-                queue.put(own)
+                queue.jobs.put(own)
         elif pieces:
-            self._before(queue).append(pieces)
-            queue.put(deque())  # wakes a thread, because this one may hang
+            queue.first.append(pieces)
+            queue.jobs.put(deque())  # wakes a thread, because this one may hang
 
     def _run(self, lane: _Lane) -> None:
         self._own.is_own, self._own.lane = True, lane

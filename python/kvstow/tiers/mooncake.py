@@ -38,7 +38,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
-from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, FAIR_S, Breaker, left_alone
 from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
@@ -75,8 +75,6 @@ _ANSWERS: Final = frozenset(
 # The master does not answer, or not in time. Then no transfer has begun, or all have ended. After
 # each other failure, transfers may go on.
 _NO_MASTER: Final = frozenset({-900, -901})
-# A store that had less time to answer has not failed.
-_FAIR_S: Final = 0.02
 
 
 class MooncakeTier(QueuedTier):
@@ -225,7 +223,7 @@ class _Calls:
         if job.operation in ("get", "put"):
             tier.watch.refuse_beside_late()
         if not breaker.may_try():
-            raise TransferError(f"Mooncake at {tier.address} has failed and is left alone a while")
+            raise left_alone(f"Mooncake at {tier.address}")
         try:
             with tier.links.borrowed() as link:
                 with tier.watch.watched(job.until_s, self._spend):
@@ -235,11 +233,12 @@ class _Calls:
             if failures:
                 raise self._answered(failures)
         except TransferError as error:
-            if time.monotonic() - begin_s >= _FAIR_S or job.until_s - begin_s >= _FAIR_S:
-                _failed(breaker, tier.address, error)
+            had_time = max(time.monotonic(), job.until_s) - begin_s >= FAIR_S
+            if had_time and breaker.failed():
+                logger.warning(FAILS, tier.address, error)
             raise
         if breaker.succeeded():
-            logger.warning("kvstow: the shared tier at %s answers again", tier.address)
+            logger.warning(ANSWERS_AGAIN, tier.address)
 
     def _spend(self) -> None:
         self._is_spent = True
@@ -334,16 +333,6 @@ class _Calls:
         return codes
 
 
-def _failed(breaker: Breaker, address: str, error: Exception) -> None:
-    if breaker.failed():
-        logger.warning(
-            "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a "
-            "time, and its blocks are recomputed",
-            address,
-            error,
-        )
-
-
 def _store_class() -> Any:
     try:
         from mooncake.store import MooncakeDistributedStore  # noqa: PLC0415 - optional
@@ -357,14 +346,14 @@ def _store_class() -> Any:
 
 
 @contextmanager
-def connect(url: str, host: str = "127.0.0.1", protocol: str = "tcp") -> Iterator[Any]:
+def connect(url: str) -> Iterator[Any]:
     """Yield a store that has no memory of its own, and close it.
 
     Raises:
         ConfigError: `url` names no master, or Mooncake is not installed.
         TransferError: the master does not answer.
     """
-    store = _set_up(_store_class(), parse(url), host=host, protocol=protocol)
+    store = _set_up(_store_class(), parse(url), host="127.0.0.1", protocol="tcp")
     try:
         yield store
     finally:

@@ -51,16 +51,8 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = _FLAGS | os.O_CREAT | os.O_EXCL
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = {
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "smbfs",
-    "afs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-    "fuse.gcsfuse",
-}
+    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse",
+}  # fmt: skip
 _PROBE_BYTES = 4096
 
 
@@ -69,8 +61,7 @@ class Opened:
     """An open slot file.
 
     Attributes:
-        path: the data file.
-        data: its descriptor.
+        data: descriptor of the data file.
         index: descriptor of the index file, which holds the lock.
         header: the header as it is on the disk.
         context: what all new frames have in common.
@@ -79,7 +70,6 @@ class Opened:
         num_dropped: frames that were not kept because they were damaged or foreign.
     """
 
-    path: str
     data: int
     index: int
     header: Header
@@ -182,30 +172,40 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
         )
     folder = os.path.dirname(path) or "."
     of_folder = files.stat(folder)
-    for name in (path, path + INDEX_SUFFIX):
-        found = files.stat(name)
-        if found is not None and not stat.S_ISREG(found.st_mode):
-            kinds = {
-                stat.S_IFLNK: "a symbolic link",
-                stat.S_IFDIR: "a folder",
-                stat.S_IFBLK: "a device",
-                stat.S_IFCHR: "a device",
-            }
-            kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a socket")
-            raise ConfigError(
-                f"{name} is {kind}, but a slot file must be a regular file; pass the path of one, "
-                "or of none yet"
-            )
-        # The owner of a folder can replace its files anyway. Some volumes belong to one user,
-        # whoever writes to them.
-        owners = {os.geteuid(), None if of_folder is None else of_folder.st_uid}
-        if found is not None and found.st_uid not in owners:
-            raise ConfigError(
-                f"{name} belongs to user {found.st_uid}, who may read and replace the KV in it; "
-                f"give it to user {os.geteuid()}, as whom this process runs, or pass another path"
-            )
     if of_folder is None:
         raise ConfigError(f"the folder {folder} does not exist; create it, or pass another path")
+    for name in (path, path + INDEX_SUFFIX):
+        found = files.stat(name)
+        if found is not None:
+            _check_file(name, found, of_folder)
+    _check_file_system(files, folder, max_bytes)
+
+
+def _check_file(name: str, found: os.stat_result, of_folder: os.stat_result) -> None:
+    """Refuse what is no regular file, or belongs to somebody else."""
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {
+            stat.S_IFLNK: "a symbolic link",
+            stat.S_IFDIR: "a folder",
+            stat.S_IFBLK: "a device",
+            stat.S_IFCHR: "a device",
+        }
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "a pipe or a socket")
+        raise ConfigError(
+            f"{name} is {kind}, but a slot file must be a regular file; pass the path of one, or "
+            "of none yet"
+        )
+    # The owner of a folder can replace its files anyway. Some volumes belong to one user, whoever
+    # writes to them.
+    if found.st_uid not in {os.geteuid(), of_folder.st_uid}:
+        raise ConfigError(
+            f"{name} belongs to user {found.st_uid}, who may read and replace the KV in it; give "
+            f"it to user {os.geteuid()}, as whom this process runs, or pass another path"
+        )
+
+
+def _check_file_system(files: Files, folder: str, max_bytes: int) -> None:
+    """Refuse a file system that is no local disk, or too small."""
     kind = files.file_system(folder)
     if kind in _IN_MEMORY:
         raise ConfigError(
@@ -263,22 +263,7 @@ class _Opening:
         had_index = files.stat(self._index_path) is not None
         if had_data and not had_index:
             raise self._foreign(f"{self._index_path} does not exist")
-        index = self._open(self._index_path, _FLAGS if had_index else _NEW)
-        try:
-            files.lock(index)
-        except BlockingIOError as error:
-            raise StateError(
-                in_use(
-                    files,
-                    index,
-                    wanted.path,
-                    "close the other one, or give each process and each rank a path of its own",
-                )
-            ) from error
-        if not had_index:
-            # Only now, because another process may have opened and locked the new index first. An
-            # empty index that an interrupt leaves alone is opened as a new one.
-            self._on_failure(files.remove, self._index_path)
+        index = self._open_index(is_new=not had_index)
         found = self._found(index, has_data=had_data)
         files.protect(index)  # a copy from a backup may be readable for all
         self._check_space()
@@ -305,7 +290,21 @@ class _Opening:
                 files, index, header.num_slots, num_data_slots, context
             )
         not_direct = make_direct(files, data)
-        return Opened(wanted.path, data, index, header, context, frames, not_direct, num_dropped)
+        return Opened(data, index, header, context, frames, not_direct, num_dropped)
+
+    def _open_index(self, *, is_new: bool) -> int:
+        """Open the index file, and lock it."""
+        index = self._open(self._index_path, _NEW if is_new else _FLAGS)
+        try:
+            self._files.lock(index)
+        except BlockingIOError as error:
+            advice = "close the other one, or give each process and each rank a path of its own"
+            raise StateError(in_use(self._files, index, self._wanted.path, advice)) from error
+        if is_new:
+            # Only now, because another process may have opened and locked the new index first. An
+            # empty index that an interrupt leaves alone is opened as a new one.
+            self._on_failure(self._files.remove, self._index_path)
+        return index
 
     def _found(self, index: int, *, has_data: bool) -> Header | None:
         """Return the header of a file that is warm, or None for one that is to be emptied."""

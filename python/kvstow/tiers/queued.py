@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from abc import abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from kvstow.arguments import checked_int
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
-from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats, without_thread
+from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats, count_end, without_thread
 from kvstow.transfer import HostArena
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
@@ -150,13 +150,13 @@ class QueuedTier(SharedTier):
         self.namespace = Namespace(namespace)
         self.blocks_per_part = BLOCKS_PER_PART
         self.sums: Final = ArenaSums(arena)
-        self.timeout_s: Final = checked_timeout_s(timeout_s)
+        self.timeout_s: Final = checked_job_timeout_s(timeout_s)
         self._num_threads = checked_int("num_threads", num_threads, 1, _MAX_THREADS, "pass 1 to 4")
         self._max_queued_bytes = checked_int(
             "max_queued_bytes", max_queued_bytes, self.slot_bytes, 2**63 - 1, "pass a block or more"
         )
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(TierStats.__dataclass_fields__, 0)
+        self._counts: Counter[str] = Counter()
         self._num_queued = 0  # blocks of puts that have not ended
         self._queued: set[Job] = set()
         self._is_closed = self._is_forked = False
@@ -219,8 +219,10 @@ class QueuedTier(SharedTier):
         limit = self._max_queued_bytes
         with self._lock:
             num_bytes = (self._num_queued + len(blocks)) * self.slot_bytes
-            self._counts["failed_puts"] += len(blocks) if num_bytes > limit else 0
-        if num_bytes > limit:
+            is_refused = num_bytes > limit
+            if is_refused:
+                self._counts["failed_puts"] += len(blocks)
+        if is_refused:
             why = f"{num_bytes} bytes of puts would wait, more than max_queued_bytes, {limit}"
             ticket = TierTicket(len(blocks), deadline)
             ticket.end(None, TransferError(why))
@@ -250,8 +252,9 @@ class QueuedTier(SharedTier):
                 until_s = now_s + _OF_DEADLINE * (ticket.deadline - now_s)
             size = self.blocks_per_part if operation in ("put", "get") else _KEYS_PER_PART
             parts = [range(at, min(at + size, len(blocks))) for at in range(0, len(blocks), size)]
-            given = operation, blocks, host_slots, until_s, self.namespace, ticket
-            job = Job(*given, deque(parts), self)
+            job = Job(
+                operation, blocks, host_slots, until_s, self.namespace, ticket, deque(parts), self
+            )
             if not parts:
                 ticket.end(job.ok)
             queue = self._others
@@ -363,13 +366,9 @@ class QueuedTier(SharedTier):
             return
         job.ticket.end(job.ok, job.error)
         num_ok = int(job.ticket.ok.sum())
-        names = {"put": ("put", "failed_puts"), "get": ("got", "failed_gets")}
-        if job.operation in names:
-            done, failed = names[job.operation]
-            with self._lock:
-                self._counts[f"{done}_blocks"] += num_ok
-                self._counts[f"{done}_bytes"] += num_ok * self.slot_bytes
-                self._counts[failed] += len(job.blocks) - num_ok
+        with self._lock:
+            num_failed = len(job.blocks) - num_ok
+            count_end(self._counts, job.operation, num_ok, num_failed, self.slot_bytes)
 
 
 def _run(queue: SimpleQueue[Job | None], worker: Worker) -> None:
@@ -387,7 +386,7 @@ def _end_threads(queues: Iterable[SimpleQueue[Job | None]], num_threads: int) ->
             queue.put(None)
 
 
-def checked_timeout_s(timeout_s: float) -> float:
+def checked_job_timeout_s(timeout_s: float) -> float:
     """Return the most seconds for a job, as a float.
 
     Raises:

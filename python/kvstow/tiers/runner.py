@@ -70,10 +70,6 @@ class _Running:
         return all(ticket.has_ended for ticket in self.made)
 
     @property
-    def is_late(self) -> bool:
-        return not self.has_ended and any(ticket.poll() for ticket in self.made)
-
-    @property
     def ok(self) -> list[bool]:
         if self.ticket is None:
             return [False] * self.num_blocks
@@ -124,11 +120,6 @@ class TierRunner(Closing):
     def running(self) -> tuple[int, ...]:
         """The jobs that `poll` has not reported, oldest first."""
         return tuple(self._jobs)
-
-    @property
-    def late(self) -> tuple[int, ...]:
-        """Those of them that are late. Their host slots are still in use."""
-        return tuple(job_id for job_id, job in self._jobs.items() if job.is_late)
 
     def poll(self) -> list[Ended]:
         """Return the jobs that have ended, each once. Never blocks."""

@@ -11,7 +11,7 @@ from kvstow._core import ConfigError
 from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake import parse as parse_mooncake
-from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, checked_timeout_s
+from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, checked_job_timeout_s
 from kvstow.tiers.resp import Address, Credentials, RespTier, Security, checked_expiry
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import HostArena
@@ -74,7 +74,7 @@ class SharedStore:
         """
         is_mooncake = self._scheme() == "mooncake"
         self._check_options(is_mooncake)
-        checked_timeout_s(self.timeout_s)
+        checked_job_timeout_s(self.timeout_s)
         if is_mooncake:
             parse_mooncake(self.url)
             return

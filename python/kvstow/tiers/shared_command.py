@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
@@ -13,7 +12,6 @@ from rich.table import Table
 
 from kvstow._core import ConfigError, TransferError
 from kvstow.output import Output
-from kvstow.tiers.opening import INDEX_SUFFIX
 from kvstow.tiers.resp import Credentials, Security
 from kvstow.tiers.shared_keys import count_blocks, delete_blocks, is_mooncake, namespace_of
 
@@ -38,20 +36,6 @@ def store_options(command: _Command) -> _Command:
 def is_url(place: str) -> bool:
     """Return whether a place is a shared store and no path."""
     return "://" in place
-
-
-def checked_path(place: str) -> str:
-    """Return the path of a file that exists, or raise as click does.
-
-    Raises:
-        ConfigError: it is a folder.
-    """
-    if os.path.isdir(place):
-        there = set(os.listdir(place))
-        names = sorted(name for name in there if name + INDEX_SUFFIX in there)
-        such = f"such as {os.path.join(place, names[0])}" if names else "and this folder has none"
-        raise ConfigError(f"{place} is a folder: pass the path of a slot file, {such}")
-    return str(click.Path(exists=True, dir_okay=False).convert(place, None, None))
 
 
 def refuse_store_options(command: str, **others: str | None) -> None:

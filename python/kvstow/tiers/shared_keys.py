@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, Final
 
 from kvstow._core import ConfigError, TransferError
@@ -85,7 +86,6 @@ def delete_blocks(
     *,
     credentials: Credentials | None = None,
     security: Security | None = None,
-    deleted: Callable[[int], object] = lambda _: None,
 ) -> int:
     """Delete all blocks of one model from a store, and return how many there were.
 
@@ -94,7 +94,6 @@ def delete_blocks(
         namespace: that of the model.
         credentials: how to log in to RESP servers; None for those of the environment.
         security: how TLS proves both sides.
-        deleted: called with the number so far.
 
     Raises:
         ConfigError: `url` names no store.
@@ -109,15 +108,9 @@ def delete_blocks(
     num = 0
     with _clients(url, credentials, security) as clients:
         for client in clients:
-            batch: list[bytes] = []
-            for key in client.scan_iter(match=namespace.prefix + b"*", count=_BATCH):
-                batch.append(key)
-                if len(batch) == _BATCH:
-                    num += _delete(client, batch)
-                    deleted(num)
-                    batch.clear()
-            num += _delete(client, batch)
-            deleted(num)
+            keys = client.scan_iter(match=namespace.prefix + b"*", count=_BATCH)
+            while batch := list(islice(keys, _BATCH)):
+                num += _delete(client, batch)
     return num
 
 

@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow.tiers.files import Buffers, Files
-from kvstow.tiers.frame import FRAME_BYTES, Bools, Frames
+from kvstow.tiers.frame import FRAME_BYTES, Frames
 from kvstow.tiers.slot_index import HEADER_BYTES, Header, write_header
+from kvstow.tiers.ticket import Bools
+from kvstow.tiers.tier import Rows
 from kvstow.transfer.mover import Index
 
-Rows: TypeAlias = npt.NDArray[np.uint8]
 _Call: TypeAlias = Callable[[int, Buffers, int], int]
 # Slots of one call: the system's limit of buffers in it.
 _MAX_RUN = 1024
 
 
-class Pace(Protocol):
+class Pacer(Protocol):
     """Who bounds the bytes of a call."""
 
     def most_bytes(self) -> int:
@@ -31,7 +31,7 @@ class Pace(Protocol):
 
 
 class Unbounded:
-    """The pace of a caller that waits for each call as long as it takes."""
+    """The pacer of a caller that waits for each call as long as it takes."""
 
     def most_bytes(self) -> int:
         """Return more than any caller moves."""
@@ -44,17 +44,12 @@ class Unbounded:
 class SlotCalls:
     """Both files and the host slots. Each method raises `OSError` if a call fails."""
 
-    def __init__(self, files: Files, data: int, index: int, rows: Rows, pace: Pace) -> None:
+    def __init__(self, files: Files, data: int, index: int, rows: Rows, pacer: Pacer) -> None:
         """Take over the descriptors `data` and `index`. A slot has the bytes of a row."""
         self._files = files
         self._data, self._index = data, index
-        self._rows, self._pace = rows, pace
+        self._rows, self._pacer = rows, pacer
         self._slot_bytes: int = rows.shape[1]
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the files are open."""
-        return self._data >= 0
 
     def write_header(self, header: Header) -> None:
         """Write and sync the header."""
@@ -132,7 +127,7 @@ class SlotCalls:
 
     def _slots_per_call(self) -> int:
         """Return how many slots the next call may move."""
-        return min(_MAX_RUN, max(1, self._pace.most_bytes() // self._slot_bytes))
+        return min(_MAX_RUN, max(1, self._pacer.most_bytes() // self._slot_bytes))
 
     def _move(self, call: _Call, slot: int, host: Index) -> None:
         """Move a run of slots, which begins at `slot`."""
@@ -146,13 +141,13 @@ class SlotCalls:
     def _fully(self, call: _Call, file: int, buffers: Buffers, left: int, offset: int) -> None:
         """Repeat a call until it has moved the `left` bytes; raise if it moves nothing."""
         while True:
-            most_bytes, num_bytes = self._pace.most_bytes(), 0
+            most_bytes, num_bytes = self._pacer.most_bytes(), 0
             # A large slot is more than a call may move.
             now = buffers if left <= most_bytes else [buffers[0][:most_bytes]]
             try:
                 num_bytes = call(file, now, offset)
             finally:
-                self._pace.note_return(num_bytes)
+                self._pacer.note_return(num_bytes)
             if num_bytes == left:
                 return
             if num_bytes <= 0:

@@ -25,13 +25,13 @@ from kvstow._core import ConfigError, TransferError
 from kvstow.arguments import checked_int, is_path
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import MAX_LENGTH, Bools, Fingerprint
+from kvstow.tiers.frame import MAX_LENGTH, Fingerprint
 from kvstow.tiers.lanes import Lanes
 from kvstow.tiers.opening import Wanted, index_bytes, open_slot_file
 from kvstow.tiers.slot_index import SlotRecords, records_of
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
-from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.tiers.tier import Checked, Mode, Tier, TierStats
 from kvstow.transfer import HostArena
 from kvstow.transfer.mover import Index
@@ -126,28 +126,10 @@ class SlotTier(Tier):
         self, config: SlotFile, arena: HostArena, fingerprint: Fingerprint, files: Files
     ) -> None:
         """Open the file; see `SlotFile.open`."""
-        in_flight = parse_bytes(config.max_in_flight_bytes, name="max_in_flight_bytes")
         arena.check_open()
-        slot_bytes = arena.slot_stride_bytes * arena.slots_per_run
-        if not slot_bytes <= min(in_flight, MAX_LENGTH):
-            raise ConfigError(
-                f"a slot of the arena has {slot_bytes} bytes, but max_in_flight_bytes is "
-                f"{in_flight} and a slot may have {MAX_LENGTH}; raise the bound, or use fewer "
-                "blocks per slot"
-            )
-        wanted = Wanted(
-            os.fspath(config.path),
-            parse_bytes(config.max_bytes, name="max_bytes"),
-            slot_bytes,
-            fingerprint,
-            may_reset=config.on_mismatch == "reset",
-        )
-        if wanted.num_slots > _MAX_SLOTS:
-            raise ConfigError(
-                f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
-                f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
-            )
-        num_threads = min(config.num_threads, in_flight // slot_bytes)
+        in_flight = parse_bytes(config.max_in_flight_bytes, name="max_in_flight_bytes")
+        wanted = _wanted(config, arena, fingerprint, in_flight)
+        num_threads = min(config.num_threads, in_flight // wanted.slot_bytes)
         lanes = Lanes(
             num_threads,
             stuck_after_s=config.stuck_after_s,
@@ -182,7 +164,6 @@ class SlotTier(Tier):
         self.not_direct: Final = opened.not_direct
         self.is_direct: Final = opened.not_direct is None
         self.num_dropped_records: Final = opened.num_dropped
-        self._fingerprint = fingerprint
 
     def records(self) -> SlotRecords:
         """Return what the file holds, for the accounting.
@@ -215,9 +196,7 @@ class SlotTier(Tier):
             StateError: the tier is closed, or belongs to the parent process.
         """
         self._check_open()
-        self._fingerprint = fingerprint or self._fingerprint
-        digest = None if fingerprint is None else fingerprint.digest
-        return self._store.renew(digest, dict(self._fingerprint.fields))
+        return self._store.renew(fingerprint)
 
     @property
     def mode(self) -> Mode:
@@ -249,3 +228,33 @@ class SlotTier(Tier):
 
     def _delete(self, blocks: Checked) -> TierTicket:
         return self._store.submit("delete", blocks, np.empty(0, np.int64), None)
+
+
+def _wanted(
+    config: SlotFile, arena: HostArena, fingerprint: Fingerprint, in_flight_bytes: int
+) -> Wanted:
+    """Return what the tier expects of its file, with as many slots as fit.
+
+    Raises:
+        ConfigError: the slots of the arena are too large, or too small for so many bytes.
+    """
+    slot_bytes = arena.slot_stride_bytes * arena.slots_per_run
+    if not slot_bytes <= min(in_flight_bytes, MAX_LENGTH):
+        raise ConfigError(
+            f"a slot of the arena has {slot_bytes} bytes, but max_in_flight_bytes is "
+            f"{in_flight_bytes} and a slot may have {MAX_LENGTH}; raise the bound, or use fewer "
+            "blocks per slot"
+        )
+    wanted = Wanted(
+        os.fspath(config.path),
+        parse_bytes(config.max_bytes, name="max_bytes"),
+        slot_bytes,
+        fingerprint,
+        may_reset=config.on_mismatch == "reset",
+    )
+    if wanted.num_slots > _MAX_SLOTS:
+        raise ConfigError(
+            f"max_bytes is {wanted.max_bytes}, which makes {wanted.num_slots} slots, more than "
+            f"{_MAX_SLOTS}; lower it, or use more blocks per slot"
+        )
+    return wanted

@@ -27,7 +27,16 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, row_digests
 from kvstow.tiers.files import Files
-from kvstow.tiers.frame import FRAME, FRAME_BYTES, Bools, Context, Frames, are_of, are_sound
+from kvstow.tiers.frame import (
+    FRAME,
+    FRAME_BYTES,
+    Context,
+    Frames,
+    are_of,
+    are_sound,
+    place_of,
+)
+from kvstow.tiers.ticket import Bools
 from kvstow.tiers.tier import MAX_HASH_BYTES
 from kvstow.transfer.mover import Index
 
@@ -232,13 +241,12 @@ def records_of(frames: Frames) -> SlotRecords:
     # As plain bytes, because numpy copies structures field by field.
     rows = frames.view(np.uint8).reshape(len(frames), FRAME_BYTES)[slots]
     used = rows.reshape(-1).view(FRAME)
-    at_hash, at_parent = (FRAME.fields[name][1] for name in ("hash", "parent"))  # type: ignore[index]
     return SlotRecords(
         slots,
         used["group"].copy(),
         used["sequence"].copy(),
-        rows[:, at_hash : at_hash + width],
-        rows[:, at_parent : at_parent + width],
+        rows[:, place_of("hash")][:, :width],
+        rows[:, place_of("parent")][:, :width],
         used["parent_bytes"] > 0,
     )
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstow._core import TransferError
-from kvstow.tiers.frame import Bools, Context, Frames, taken, words_of
-from kvstow.tiers.ticket import TierTicket
+from kvstow.tiers.frame import Context, Frames, taken, words_of
+from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.transfer.mover import Index
 
 Kind: TypeAlias = Literal["put", "get", "delete", "renew"]
@@ -87,7 +87,3 @@ class Marks:
     def clear(self) -> None:
         """Give all places back."""
         self._uses.fill(0)
-
-    def any_in_use(self) -> bool:
-        """Return whether any place is in use."""
-        return bool(self._uses.any())

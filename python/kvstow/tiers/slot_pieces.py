@@ -18,8 +18,9 @@ from typing import Final, Protocol, TypeAlias
 import numpy as np
 
 from kvstow._core import TransferError
-from kvstow.tiers.frame import FRAME, Bools, Frames, taken, words_of
+from kvstow.tiers.frame import FRAME, Frames, taken, words_of
 from kvstow.tiers.slot_jobs import Job, Kind
+from kvstow.tiers.ticket import Bools
 from kvstow.transfer.mover import Index
 
 # Blocks of a job.

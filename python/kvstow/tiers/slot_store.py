@@ -24,18 +24,18 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import StateError, TransferError, row_digests
 from kvstow.tiers.files import Files
 from kvstow.tiers.frame import (
     FRAME,
-    Bools,
     Context,
+    Fingerprint,
     Frames,
     are_of,
     expected_frames,
     match,
+    new_frames,
     seal,
     taken,
     words_of,
@@ -47,8 +47,8 @@ from kvstow.tiers.slot_index import new_generation
 from kvstow.tiers.slot_jobs import Job, Kind, Marks
 from kvstow.tiers.slot_pieces import Joined, Part, Piece
 from kvstow.tiers.sums import ArenaSums
-from kvstow.tiers.ticket import TierTicket
-from kvstow.tiers.tier import Checked, Mode, TierStats
+from kvstow.tiers.ticket import Bools, TierTicket
+from kvstow.tiers.tier import Checked, Mode, Rows, TierStats, count_end
 from kvstow.transfer.fork import FORKED, close_in_children
 from kvstow.transfer.mover import Index
 
@@ -57,8 +57,6 @@ from kvstow.transfer.mover import Index
 _PIECE_BYTES = 8 << 20
 # After this many calls in a row that cannot read, the disk is given up.
 _MAX_READ_ERRORS = 8
-
-Rows = npt.NDArray[np.uint8]
 
 
 class SlotStore:
@@ -152,7 +150,7 @@ class SlotStore:
     def holds(self, blocks: Checked) -> Bools:
         """Return which blocks have a frame in their slots. A `get` proves them."""
         assert blocks.slots is not None, "a slot file has slots"
-        return match(taken(self.frames, blocks.slots), expected_frames(blocks, self.context))
+        return match(taken(self._words, blocks.slots), expected_frames(blocks, self.context))
 
     # -- jobs ------------------------------------------------------------------------------------
 
@@ -166,7 +164,8 @@ class SlotStore:
         try:
             ticket.announce()
             context, slots = self.context, blocks.slots
-            job = Job(kind, expected_frames(blocks, context), slots, host, context, ticket)
+            frames = (new_frames if kind == "put" else expected_frames)(blocks, context)
+            job = Job(kind, frames, slots, host, context, ticket)
             refused = self.error if kind == "put" or self.mode == "off" else None
             if refused is not None:
                 self._end(job, refused)
@@ -185,25 +184,25 @@ class SlotStore:
             raise
         return ticket
 
-    def renew(self, fingerprint: bytes | None, header_fields: dict[str, str | int]) -> TierTicket:
-        """Draw a new generation, and begin to make it durable."""
+    def renew(self, fingerprint: Fingerprint | None) -> TierTicket:
+        """Draw a new generation, and begin to make it durable; see `SlotTier.renew`."""
         job: Job | None = None
         ticket, before = TierTicket(1, clock=self._now), (self.header, self.context)
         try:
             ticket.announce()
             header, context = before
-            generation = new_generation()
+            generation, fields, digest = new_generation(), header.fingerprint, context.fingerprint
+            if fingerprint is not None:
+                fields, digest = dict(fingerprint.fields), fingerprint.digest
             none, one = np.empty(0, np.int64), np.zeros(1, np.int64)
             with self._lock:
                 self.header = replace(
                     header,
                     generation=generation,
                     is_renewed=fingerprint is None,
-                    fingerprint=header_fields,
+                    fingerprint=fields,
                 )
-                self.context = Context(
-                    fingerprint or context.fingerprint, generation, context.length
-                )
+                self.context = Context(digest, generation, context.length)
                 job = Job("renew", np.zeros(1, FRAME), one, none, self.context, ticket)
                 if self.mode == "off":
                     self._end(job, self.error)
@@ -283,16 +282,11 @@ class SlotStore:
                 "the disk, and open the tier again"
             )
         job.ticket.end(job.ok, error)
-        if job.kind not in {"put", "get"}:
-            return
         num_ok = 0 if job.ticket.is_late else int(job.ok.sum())
-        done, failed = ("put", "failed_puts") if job.kind == "put" else ("got", "failed_gets")
         with self._lock:
-            counts = self._counts
-            counts[f"{done}_blocks"] += num_ok
-            counts[f"{done}_bytes"] += num_ok * self.header.slot_bytes
-            counts[failed] += len(job.ok) - num_ok
-            counts["mismatched_blocks"] += job.num_mismatched
+            num_failed, slot_bytes = len(job.ok) - num_ok, self.header.slot_bytes
+            count_end(self._counts, job.kind, num_ok, num_failed, slot_bytes)
+            self._counts["mismatched_blocks"] += job.num_mismatched
 
     # -- on the threads --------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from kvstow._core import row_checksums
-from kvstow.tiers.frame import Bools
+from kvstow.tiers.ticket import Bools
 from kvstow.transfer import HostArena
 from kvstow.transfer.arena import slots_of_runs
 from kvstow.transfer.mover import Index

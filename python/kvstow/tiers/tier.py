@@ -20,7 +20,8 @@ The caller reserves a job's host slots, and its places in the tier, until the ti
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -38,6 +39,8 @@ MAX_HASH_BYTES: Final = 32
 _MAX_GROUP: Final = 2**32 - 1
 _MAX_SEQUENCE: Final = 2**63 - 1
 
+Rows: TypeAlias = npt.NDArray[np.uint8]
+"""Host slots of a tier, one a row."""
 Mode: TypeAlias = Literal["on", "read_only", "off"]
 """What a tier still does: all; gets only; nothing, so that each job fails at once."""
 MODES: Final[tuple[Mode, ...]] = ("off", "read_only", "on")
@@ -114,6 +117,20 @@ class TierStats:
     quarantined_bytes: int = 0
 
 
+def count_end(
+    counts: Counter[str], kind: str, num_ok: int, num_failed: int, slot_bytes: int
+) -> None:
+    """Add the end of a job to the counts of a `TierStats`, which has puts and gets only."""
+    if kind == "put":
+        counts["put_blocks"] += num_ok
+        counts["put_bytes"] += num_ok * slot_bytes
+        counts["failed_puts"] += num_failed
+    elif kind == "get":
+        counts["got_blocks"] += num_ok
+        counts["got_bytes"] += num_ok * slot_bytes
+        counts["failed_gets"] += num_failed
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked:
     """The blocks of a job after their check. The arrays are the tier's own.
@@ -137,6 +154,18 @@ class Checked:
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(self.hashes)
+
+    def some(self, at: npt.NDArray[np.intp]) -> Checked:
+        """Return the blocks at these places."""
+        parents, slots = self.parents, self.slots
+        return Checked(
+            [self.hashes[index] for index in at],
+            self.width,
+            self.groups[at],
+            None if parents is None else [parents[index] for index in at],
+            None if slots is None else slots[at],
+            self.sequence,
+        )
 
 
 class Tier(Closing):
@@ -187,8 +216,8 @@ class Tier(Closing):
             InvalidBlock: a slot out of range, or given twice.
             StateError: the tier or its arena is closed, or belongs to the parent process.
         """
-        checked, slots = self._checked(blocks, host_slots)
-        return self._put(checked, slots, deadline)
+        checked = self._checked(blocks)
+        return self._put(checked, self._checked_host(host_slots, len(checked)), deadline)
 
     def get(
         self, blocks: TierBlocks, host_slots: Ints, *, deadline: float | None = None
@@ -201,8 +230,8 @@ class Tier(Closing):
             A ticket. Its `ok` is True for each block that arrived and was proven. The content of
             the other host slots is undefined.
         """
-        checked, slots = self._checked(blocks, host_slots)
-        return self._get(checked, slots, deadline)
+        checked = self._checked(blocks)
+        return self._get(checked, self._checked_host(host_slots, len(checked)), deadline)
 
     def delete(self, blocks: TierBlocks) -> TierTicket:
         """Drop blocks, so that no later `get` finds them.
@@ -215,8 +244,7 @@ class Tier(Closing):
             InvalidBlock: as `put`.
             StateError: as `put`.
         """
-        checked, _ = self._checked(blocks, None)
-        return self._delete(checked)
+        return self._delete(self._checked(blocks))
 
     @property
     @abstractmethod
@@ -256,37 +284,32 @@ class Tier(Closing):
     def _delete(self, blocks: Checked) -> TierTicket:
         """Drop checked blocks."""
 
-    def _checked(self, blocks: TierBlocks, host_slots: Ints | None) -> tuple[Checked, Index]:
-        """Return the blocks and the host slots, or raise; see `put` for the rules."""
+    def _checked(self, blocks: TierBlocks) -> Checked:
+        """Return the blocks of a job, or raise; see `put` for the rules."""
         self._check_open()
         self.arena.check_open()
-        num_blocks = len(blocks.hashes)
-        groups = _groups(blocks.groups)
+        groups = checked_ids("blocks.groups", blocks.groups, _MAX_GROUP + 1).astype(np.uint32)
         slots = None
         if self._num_slots is not None:
             if blocks.slots is None:
                 raise ConfigError("blocks.slots is None, but this tier has slots; pass one a block")
             slots = checked_ids("blocks.slots", blocks.slots, self._num_slots)
             refuse_repeated("blocks.slots", slots)
-        host = np.empty(0, np.int64)
-        if host_slots is not None:
-            host = checked_ids("host_slots", host_slots, self.num_host_slots)
-            refuse_repeated("host_slots", host)
-        for name, column in (
-            ("groups", groups),
-            ("parents", blocks.parents),
-            ("slots", slots),
-            ("host_slots", host if host_slots is not None else None),
-        ):
-            if column is not None and len(column) != num_blocks:
-                raise ConfigError(
-                    f"{len(column)} {name} but {num_blocks} hashes; pass one for each block"
-                )
+        columns = {"groups": groups, "parents": blocks.parents, "slots": slots}
+        for name, column in columns.items():
+            _check_length(name, column, len(blocks.hashes))
         sequence = checked_int(
             "blocks.sequence", blocks.sequence, 0, _MAX_SEQUENCE, "pass the number of the write"
         )
         width = _width(blocks.hashes, blocks.parents)
-        return Checked(blocks.hashes, width, groups, blocks.parents, slots, sequence), host
+        return Checked(blocks.hashes, width, groups, blocks.parents, slots, sequence)
+
+    def _checked_host(self, host_slots: Ints, num_blocks: int) -> Index:
+        """Return the host slots of a job, or raise; see `put` for the rules."""
+        host = checked_ids("host_slots", host_slots, self.num_host_slots)
+        refuse_repeated("host_slots", host)
+        _check_length("host_slots", host, num_blocks)
+        return host
 
 
 class SharedTier(Tier):
@@ -307,8 +330,7 @@ class SharedTier(Tier):
             ConfigError: as `put`.
             StateError: as `put`.
         """
-        checked, _ = self._checked(blocks, None)
-        return self._contains(checked, deadline)
+        return self._contains(self._checked(blocks), deadline)
 
     @abstractmethod
     def rename(self, namespace: bytes) -> None:
@@ -325,13 +347,14 @@ class SharedTier(Tier):
         """Begin to ask for checked blocks."""
 
 
-def _groups(groups: Ints) -> npt.NDArray[np.uint32]:
-    return checked_ids("blocks.groups", groups, _MAX_GROUP + 1).astype(np.uint32)
+def _check_length(name: str, column: Sized | None, num_blocks: int) -> None:
+    if column is not None and len(column) != num_blocks:
+        raise ConfigError(f"{len(column)} {name} but {num_blocks} hashes; pass one for each block")
 
 
 def _width(hashes: Sequence[bytes], parents: Sequence[bytes | None] | None) -> int:
     """Return the bytes of a hash, or raise unless all have that many."""
-    known = hashes if parents is None else [*hashes, *(it for it in parents if it is not None)]
+    known = hashes if parents is None else [*hashes, *[it for it in parents if it is not None]]
     # Most jobs pass here, without a call for each block.
     if set(map(type, known)) == {bytes}:
         widths = set(map(len, known))

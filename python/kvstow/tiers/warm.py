@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvstow._core import OffloadScheduler
-from kvstow.tiers.frame import Bools
 from kvstow.tiers.slot_index import SlotRecords
+from kvstow.tiers.ticket import Bools
 from kvstow.tiers.tier import TierBlocks
 from kvstow.transfer.mover import Index
 

@@ -26,34 +26,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from vllm.v1.request import Request
-
 from kvstow import OffloadScheduler
 from kvstow.tiers import TierStats
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES, least_mode
 from kvstow.vllm.disk import DiskTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
-from kvstow.vllm.shared import Questions
+from kvstow.vllm.shared import StoreTier
 
 
 @dataclass
-class BothTier(DiskTier):
-    """Opens the disk, and asks the store for what the disk lacks.
-
-    Attributes:
-        questions: to the store.
-    """
+class BothTier(StoreTier, DiskTier):
+    """Opens the disk, and asks the store for what the disk lacks."""
 
     name: ClassVar[str] = "disk or shared"
 
-    questions: Questions = field(init=False)
     # By rank, what its file and its store have done so far.
     _halves: dict[int, tuple[TierStats, TierStats]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.questions = Questions(self.options)
 
     def begin(self, offload: OffloadScheduler) -> None:
         """Open the disk of a new scheduler, with names for the store."""
@@ -64,15 +53,6 @@ class BothTier(DiskTier):
         """Draw a new generation, and take new names; see `LowerTier.reset`."""
         super().reset()
         self.questions.reset(self._ranks)
-
-    def close(self) -> None:
-        """Ask no more, and close the connection."""
-        self.questions.close()
-
-    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
-        """Whether the store is still to say what it has of a request."""
-        assert self._offload is not None, "there is no lookup before `begin`"
-        return self.questions.is_open(self._offload, request, num_local_tokens, end)
 
     def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
         orders = super()._orders(offload, now)

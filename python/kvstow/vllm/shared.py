@@ -43,7 +43,7 @@ from vllm.v1.request import Request
 from kvstow import OffloadScheduler
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
-from kvstow.tiers.asking import Answer, Asker, Key, Question, TierStore
+from kvstow.tiers.asking import Answer, Asker, Key, Question, ask_tier
 from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES
@@ -170,16 +170,34 @@ class Questions:
 
 
 @dataclass
-class SharedTier(LowerTier):
-    """Asks the store, and lets the ranks put and get blocks under the names that it chooses."""
+class StoreTier(LowerTier):
+    """A tier whose lookups wait until the store has said what it has.
 
-    name: ClassVar[str] = "shared"
+    Attributes:
+        questions: to the store.
+    """
 
     questions: Questions = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.questions = Questions(self.options)
+
+    def close(self) -> None:
+        """Ask no more, and close the connection."""
+        self.questions.close()
+
+    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
+        """Whether the store is still to say what it has of a request."""
+        assert self._offload is not None, "there is no lookup before `begin`"
+        return self.questions.is_open(self._offload, request, num_local_tokens, end)
+
+
+@dataclass
+class SharedTier(StoreTier):
+    """Asks the store, and lets the ranks put and get blocks under the names that it chooses."""
+
+    name: ClassVar[str] = "shared"
 
     # -- the start and resets -----------------------------------------------------------------
 
@@ -201,16 +219,7 @@ class SharedTier(LowerTier):
         if self._offload is not None and self._ranks:
             self._offload.set_disk("on")
 
-    def close(self) -> None:
-        """Ask no more, and close the connection."""
-        self.questions.close()
-
-    # -- lookups and steps --------------------------------------------------------------------
-
-    def _is_asking(self, request: Request, num_local_tokens: int, end: int) -> bool:
-        """Whether the store is still to say what it has of a request."""
-        assert self._offload is not None, "there is no lookup before `begin`"
-        return self.questions.is_open(self._offload, request, num_local_tokens, end)
+    # -- steps --------------------------------------------------------------------------------
 
     def _orders(self, offload: OffloadScheduler, now: float) -> LowerOrders | None:
         """Return the jobs of a step, with the salt of their names."""
@@ -256,7 +265,7 @@ class _Client:
         """Return which of the keys the first rank has put into the store."""
         if self._questions.namespace:  # it connects before it has one
             self._tier.rename(self._questions.namespace)
-        return TierStore(self._tier).found(keys, limit_s)
+        return ask_tier(self._tier, keys, limit_s)
 
     def close(self) -> None:
         """Close the connection."""

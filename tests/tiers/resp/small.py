@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tests.tiers.setup import LONG_S, digest_of
+from tests.tiers.setup import LONG_S, blocks, digest_of
 
-from kvstow.tiers import TierBlocks, TierTicket
+from kvstow.tiers import TierTicket
 from kvstow.tiers.framed import Namespace
 from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
@@ -14,7 +14,7 @@ from kvstow.transfer import HostArena
 NUM_BLOCKS: Final = 16
 NUM_SLOTS: Final = 2 * NUM_BLOCKS
 SLOT_BYTES: Final = 4096
-BLOCKS: Final = TierBlocks([digest_of(number) for number in range(NUM_BLOCKS)], [0] * NUM_BLOCKS)
+BLOCKS: Final = blocks(*range(NUM_BLOCKS))
 _NAMESPACE: Final = bytes(range(16))
 
 
@@ -30,7 +30,7 @@ def opened(arena: HostArena, url: str, **options: Any) -> RespTier:
 
 def key_of(number: int) -> bytes:
     """Return the server's key of a block."""
-    return Namespace(_NAMESPACE).key(0, digest_of(number))
+    return Namespace(_NAMESPACE).keys([0], [digest_of(number)])[0]
 
 
 def ended(ticket: TierTicket) -> TierTicket:

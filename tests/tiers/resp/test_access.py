@@ -12,10 +12,10 @@ from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
 from tests.tiers.resp.small import patient
-from tests.tiers.setup import LONG_S, digest_of, random_arena
+from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
 from kvstow import ConfigError, TransferError
-from kvstow.tiers import SharedStore, TierBlocks, TierTicket
+from kvstow.tiers import SharedStore
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.shared_keys import count_blocks
@@ -23,6 +23,7 @@ from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 8, 4096
 NAMESPACE = bytes(range(16))
+BLOCKS = blocks(*range(NUM_SLOTS))
 LOGIN = Credentials("kvstow", "PASSWORD")
 PAGE = ROOT / "docs" / "how-to" / "shared.md"
 CLUSTER = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
@@ -32,15 +33,6 @@ CLUSTER = ("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf")
 def arena() -> Iterator[HostArena]:
     with random_arena(NUM_SLOTS, SLOT_BYTES) as arena:
         yield arena
-
-
-def blocks() -> TierBlocks:
-    return TierBlocks([digest_of(number) for number in range(NUM_SLOTS)], [0] * NUM_SLOTS)
-
-
-def ended(ticket: TierTicket) -> TierTicket:
-    ticket.wait(LONG_S)
-    return ticket
 
 
 def documented_user() -> list[str]:
@@ -75,7 +67,7 @@ def test_the_access_list_of_the_documentation_is_enough(
         server.command("ACL", "SETUSER", *documented_user())
         if more:
             with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
-                refused = str(ended(tier.put(blocks(), range(NUM_SLOTS))).error)
+                refused = str(answered(tier.put(BLOCKS, range(NUM_SLOTS))).error)
                 assert "the access list refused a command: allow the user" in refused
                 assert more in refused
             with pytest.raises(TransferError, match="refused to list or delete keys: log in as"):
@@ -83,10 +75,10 @@ def test_the_access_list_of_the_documentation_is_enough(
             assert f"add `{more}`" in " ".join(PAGE.read_text().split())
         server.command("ACL", "SETUSER", "kvstow", *more.split())
         with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
-            assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()
-            assert ended(tier.contains(blocks())).ok.all()
-            assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
-            assert ended(tier.delete(blocks())).ok.all()
+            assert answered(tier.put(BLOCKS, range(NUM_SLOTS))).ok.all()
+            assert answered(tier.contains(BLOCKS)).ok.all()
+            assert answered(tier.get(BLOCKS, range(NUM_SLOTS))).ok.all()
+            assert answered(tier.delete(BLOCKS)).ok.all()
 
 
 def test_the_access_list_of_the_documentation_is_enough_behind_sentinel(
@@ -96,10 +88,10 @@ def test_the_access_list_of_the_documentation_is_enough_behind_sentinel(
         server.command("ACL", "SETUSER", *documented_user())
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + LONG_S
         with patient(arena, url, NAMESPACE, credentials=LOGIN) as tier:
-            while not (done := ended(tier.put(blocks(), range(NUM_SLOTS)))).ok.all():
+            while not (done := answered(tier.put(BLOCKS, range(NUM_SLOTS)))).ok.all():
                 assert time.monotonic() < until_s, done.error
                 time.sleep(0.05)
-            assert ended(tier.get(blocks(), range(NUM_SLOTS))).ok.all()
+            assert answered(tier.get(BLOCKS, range(NUM_SLOTS))).ok.all()
 
 
 @pytest.mark.parametrize("name", ["KVSTOW_SHARED_USERNAME", "KVSTOW_SHARED_PASSWORD"])
@@ -130,6 +122,6 @@ def test_a_password_file_that_is_empty_at_the_start_is_read_again(
     with Server(tmp_path, "--requirepass", "open-sesame") as server:
         login = Credentials.find(file)
         with patient(arena, server.url, NAMESPACE, credentials=login) as tier:
-            assert "asks for a password" in str(ended(tier.contains(blocks())).error)
+            assert "asks for a password" in str(answered(tier.contains(BLOCKS)).error)
             file.write_text("open-sesame\n")
-            assert ended(tier.put(blocks(), range(NUM_SLOTS))).ok.all()
+            assert answered(tier.put(BLOCKS, range(NUM_SLOTS))).ok.all()

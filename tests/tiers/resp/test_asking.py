@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,25 @@ from tests.tiers.resp.server import Server, free_port
 from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, digest_of
 
-from kvstow.tiers import TierBlocks
-from kvstow.tiers.asking import Asker, Key, TierStore
+from kvstow.tiers import SharedTier, TierBlocks
+from kvstow.tiers.asking import Answer, Asker, Key, ask_tier
 from kvstow.transfer import HostArena
 
 OWN, OTHER = bytes(range(16)), bytes(range(1, 17))
 KEYS: list[Key] = [(digest_of(number // 2), number % 2) for number in range(20)]
+
+
+@dataclass
+class Owned:
+    """A store that is a tier of its own, as the scheduler process has one."""
+
+    tier: SharedTier
+
+    def found(self, keys: Sequence[Key], limit_s: float) -> Answer:
+        return ask_tier(self.tier, keys, limit_s)
+
+    def close(self) -> None:
+        self.tier.close()
 
 
 @contextmanager
@@ -29,11 +43,11 @@ def opened(
     call_s: float = LONG_S,
     keep_s: float = 0.001,
 ) -> Iterator[Asker]:
-    """Yield an asker with a tier of its own, as the scheduler process has one."""
+    """Yield an asker of a server."""
     with HostArena(1, 4096) as arena:
 
-        def connect() -> TierStore:
-            return TierStore(patient(arena, url, namespace))
+        def connect() -> Owned:
+            return Owned(patient(arena, url, namespace))
 
         with Asker(connect, wait_s=wait_s, call_s=call_s, keep_s=keep_s) as asker:
             yield asker

@@ -16,10 +16,9 @@ import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
 from tests.tiers.resp.small import patient
 from tests.tiers.resp.tls import Authority, TlsServer
-from tests.tiers.setup import LONG_S, digest_of, random_arena
+from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
 from kvstow import ConfigError, TransferError
-from kvstow.tiers import TierBlocks, TierTicket
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.resp import Credentials, RespTier, Security
 from kvstow.tiers.resp.address import Node
@@ -29,6 +28,7 @@ from kvstow.transfer import HostArena
 
 NUM_SLOTS, SLOT_BYTES = 40, 9000
 NAMESPACE = bytes(range(16))
+BLOCKS = blocks(*range(20))
 
 
 @pytest.fixture
@@ -42,23 +42,14 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("ca"))
 
 
-def blocks(num: int = 20) -> TierBlocks:
-    return TierBlocks([digest_of(number) for number in range(num)], [0] * num)
-
-
-def ended(ticket: TierTicket) -> TierTicket:
-    ticket.wait(LONG_S)
-    return ticket
-
-
 def round_trip(tier: RespTier) -> None:
     """Put blocks, and read them back into other slots."""
-    ticket = ended(tier.put(blocks(), range(20)))
+    ticket = answered(tier.put(BLOCKS, range(20)))
     assert ticket.ok.all(), ticket.error
-    ticket = ended(tier.get(blocks(), range(20, 40)))
+    ticket = answered(tier.get(BLOCKS, range(20, 40)))
     assert ticket.ok.all(), ticket.error
     assert (tier.arena.slots[20:] == tier.arena.slots[:20]).all()
-    assert ended(tier.contains(blocks())).ok.all()
+    assert answered(tier.contains(BLOCKS)).ok.all()
 
 
 def test_blocks_come_back_through_tls(
@@ -95,7 +86,7 @@ def test_a_certificate_that_does_not_verify_is_refused(
         security = Security(ca_file=authority.ca_file if has_ca else None)
         url = f"rediss://127.0.0.1:{server.port}"
         with patient(arena, url, NAMESPACE, security=security) as tier:
-            ticket = ended(tier.put(blocks(), range(20)))
+            ticket = answered(tier.put(BLOCKS, range(20)))
             assert not ticket.ok.any()
             assert f"127.0.0.1:{server.port}: {message}" in str(ticket.error)
             assert "name the file of the authority that signed it" in str(ticket.error)
@@ -106,7 +97,7 @@ def test_a_server_without_tls_is_named_as_one(tmp_path: Path, arena: HostArena) 
     with Server(tmp_path) as plain:
         url = f"rediss://127.0.0.1:{plain.port}"
         with RespTier(arena, url, NAMESPACE, timeout_s=0.5) as tier:
-            ticket = ended(tier.put(blocks(), range(20)))
+            ticket = answered(tier.put(BLOCKS, range(20)))
             assert not ticket.ok.any()
             assert "does not answer the TLS handshake: for a server without" in str(ticket.error)
 
@@ -124,7 +115,7 @@ def test_an_access_list_of_four_commands_is_enough(
         right = Credentials("kvstow", "open-sesame")
         with patient(arena, server.url, NAMESPACE, credentials=right) as tier:
             round_trip(tier)
-            assert ended(tier.delete(blocks())).ok.all()
+            assert answered(tier.delete(BLOCKS)).ok.all()
         assert not caplog.records
         for credentials, message in (
             (Credentials("reader", "open-sesame"), "refused: the access list refused a command: a"),
@@ -134,7 +125,7 @@ def test_an_access_list_of_four_commands_is_enough(
         ):
             with patient(arena, server.url, NAMESPACE, credentials=credentials) as tier:
                 for _ in range(4):
-                    ticket = ended(tier.put(blocks(), range(20)))
+                    ticket = answered(tier.put(BLOCKS, range(20)))
                     assert not ticket.ok.any()
                     if "left alone" not in str(ticket.error):
                         assert message in str(ticket.error)
@@ -164,7 +155,7 @@ def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_bloc
         threading.Thread(target=refuse_long_commands, args=[listener], daemon=True).start()
         url = f"redis://127.0.0.1:{listener.getsockname()[1]}"
         with patient(large, url, NAMESPACE) as tier:
-            ticket = ended(tier.put(blocks(1), [0]))
+            ticket = answered(tier.put(blocks(0), [0]))
             assert not ticket.ok.any()
             assert "the server asks for a password: set KVSTOW_SHARED_USER" in str(ticket.error)
         listener.shutdown(socket.SHUT_RDWR)
@@ -197,12 +188,12 @@ def test_each_connection_reads_the_password_file_again(tmp_path: Path, arena: Ho
             server.command("CLIENT", "KILL", "TYPE", "normal")
             for is_there in (True, False):  # the old password, and then no file
                 time.sleep(1.5)  # the tier leaves a server alone after a failure
-                assert not ended(tier.put(blocks(), range(20))).ok.any()
+                assert not answered(tier.put(BLOCKS, range(20))).ok.any()
                 if is_there:
                     password.unlink()
             password.write_text("open-barley\n")
             until_s = time.monotonic() + LONG_S
-            while not ended(tier.put(blocks(), range(20))).ok.all():
+            while not answered(tier.put(BLOCKS, range(20))).ok.all():
                 assert time.monotonic() < until_s, "the new password is not used"
                 time.sleep(0.1)
 
@@ -242,12 +233,12 @@ def test_a_server_that_comes_after_the_start_is_used(
     port = free_port()
     with patient(arena, f"redis://127.0.0.1:{port}", NAMESPACE) as tier:
         for _ in range(6):
-            assert not ended(tier.put(blocks(), range(20))).ok.any()
+            assert not answered(tier.put(BLOCKS, range(20))).ok.any()
         assert len(caplog.records) == 1
         assert f"the shared tier at 127.0.0.1:{port} takes no puts" in caplog.text
         with Server(tmp_path, "--maxmemory", "50mb", port=port):
             until_s = time.monotonic() + LONG_S
-            while not ended(tier.put(blocks(), range(20))).ok.all():
+            while not answered(tier.put(BLOCKS, range(20))).ok.all():
                 assert time.monotonic() < until_s, "it is not tried again"
                 time.sleep(0.05)
             round_trip(tier)
@@ -263,14 +254,14 @@ def test_sentinel_names_the_server_also_after_a_failover(tmp_path: Path, arena: 
         with Server(folders[1], *replica) as second, sentinel(tmp_path, first) as port:
             url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
             with patient(arena, url, NAMESPACE) as tier:
-                while not ended(tier.put(blocks(), range(20))).ok.all():
+                while not answered(tier.put(BLOCKS, range(20))).ok.all():
                     assert time.monotonic() < until_s, "Sentinel does not answer"
                     time.sleep(0.05)
                 while second.command("DBSIZE") != b":20\r\n":
                     assert time.monotonic() < until_s, "the replica does not follow"
                     time.sleep(0.05)
                 first.kill()
-                while not ended(tier.put(blocks(), range(20))).ok.all():
+                while not answered(tier.put(BLOCKS, range(20))).ok.all():
                     assert time.monotonic() < until_s, "the failover is not noticed"
                     time.sleep(0.1)
                 round_trip(tier)
@@ -313,11 +304,11 @@ def test_a_cluster_or_sentinel_that_does_not_serve_is_left_alone(
     with Server(tmp_path, *options) as server:
         url = url.format(port=server.port, free=free_port())
         with patient(arena, url, NAMESPACE) as tier:
-            ticket = ended(tier.put(blocks(), range(20)))
+            ticket = answered(tier.put(BLOCKS, range(20)))
             assert message in str(ticket.error)
             assert "redis.client" not in str(ticket.error), "the text of redis-py's connection"
             for _ in range(3):
-                ticket = ended(tier.put(blocks(), range(20)))
+                ticket = answered(tier.put(BLOCKS, range(20)))
             assert "left alone" in str(ticket.error)
         with pytest.raises(TransferError) as refused:
             count_blocks(url)
@@ -344,13 +335,13 @@ def test_sentinel_that_asks_gets_the_password_of_the_servers(
     ):
         url, until_s = f"redis+sentinel://127.0.0.1:{port}/kv", time.monotonic() + 3 * LONG_S
         with patient(arena, url, NAMESPACE, credentials=right) as tier:
-            while not (done := ended(tier.put(blocks(), range(20)))).ok.all():
+            while not (done := answered(tier.put(BLOCKS, range(20)))).ok.all():
                 assert time.monotonic() < until_s, done.error
                 time.sleep(0.05)
             round_trip(tier)
         wrong = replace(right, password="no-sesame", password_file=None)
         with patient(arena, url, NAMESPACE, credentials=wrong) as tier:
-            refused = str(ended(tier.put(blocks(), range(20))).error)
+            refused = str(answered(tier.put(BLOCKS, range(20))).error)
             assert "Sentinel refused the login: set KVSTOW_SHARED_PASSWORD" in refused
             assert "no-sesame" not in refused
 
@@ -365,7 +356,7 @@ def test_sentinel_that_knows_no_such_service_is_named(
             text = ""
             while "Sentinel knows no master 'other' that is up: take the name" not in text:
                 assert time.monotonic() < until_s, text
-                text = str(ended(tier.put(blocks(), range(20))).error)
+                text = str(answered(tier.put(BLOCKS, range(20))).error)
 
 
 @pytest.mark.parametrize("name", ["ca_file", "certificate_file", "key_file"])

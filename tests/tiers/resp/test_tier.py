@@ -14,10 +14,10 @@ import pytest
 from tests.tiers.resp.proxy import Proxy
 from tests.tiers.resp.server import Server
 from tests.tiers.resp.small import patient
-from tests.tiers.setup import LONG_S, digest_of
+from tests.tiers.setup import LONG_S, answered, blocks, digest_of
 
 from kvstow import ConfigError, StateError, TransferError
-from kvstow.tiers import TierBlocks, TierTicket, framed
+from kvstow.tiers import TierTicket, framed
 from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.queued import Job
 from kvstow.tiers.resp import Credentials, RespTier
@@ -49,10 +49,6 @@ def tier(server: Server, arena: HostArena) -> Iterator[RespTier]:
         yield tier
 
 
-def blocks(*numbers: int, group: int = 0) -> TierBlocks:
-    return TierBlocks([digest_of(number) for number in numbers], [group] * len(numbers))
-
-
 def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
     """Give each slot random bytes, and return them."""
     rows = np.random.default_rng(seed).integers(0, 256, (len(numbers), SLOT_BYTES), dtype=np.uint8)
@@ -60,14 +56,8 @@ def fill(arena: HostArena, numbers: range, seed: int = 0) -> np.ndarray:
     return rows
 
 
-def asked(ticket: TierTicket) -> TierTicket:
-    """Return a ticket that has an answer."""
-    ticket.wait(LONG_S)
-    return ticket
-
-
 def answer(ticket: TierTicket) -> list[bool]:
-    ok: list[bool] = asked(ticket).ok.tolist()
+    ok: list[bool] = answered(ticket).ok.tolist()
     return ok
 
 
@@ -121,7 +111,7 @@ def test_contains_answers_for_many_keys(tier: RespTier, arena: HostArena) -> Non
 
 
 def key_of(number: int, namespace: bytes = NAMESPACE, group: int = 0) -> bytes:
-    return Namespace(namespace).key(group, digest_of(number))
+    return Namespace(namespace).keys([group], [digest_of(number)])[0]
 
 
 def value_of(server: Server, key: bytes) -> bytes:
@@ -330,8 +320,7 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena:
             ticket = tier.get(blocks(1), [2], deadline=time.monotonic() + 0.1)
             ticket.wait(5)
             assert ticket.ok.tolist() == [False]
-            while not ticket.has_ended:
-                time.sleep(0.001)
+            ticket.wait_until_ended(LONG_S)
         # The tier has given up, so nothing may arrive any more.
         arena.slots[2] = 7
         begin_s = time.monotonic()
@@ -339,7 +328,7 @@ def test_a_stopped_server_costs_no_more_than_the_deadline(tmp_path: Path, arena:
         ticket.wait(30)
         assert "left alone" in str(ticket.error)
         server.resume()
-        while "left alone" in str((ticket := asked(tier.get(blocks(2), [3]))).error):
+        while "left alone" in str((ticket := answered(tier.get(blocks(2), [3]))).error):
             time.sleep(0.05)
         assert ticket.ok.tolist() == [True]
         # The answers that came too late are not taken for answers to this call.
@@ -448,7 +437,7 @@ def test_a_server_that_repeats_the_password_does_not_show_it(
         errors = []
         for given in (Credentials("a-user"), credentials):
             with patient(arena, server.url, NAMESPACE, credentials=given) as tier:
-                errors += [asked(tier.put(blocks(1), [0])).error for _ in range(3)]
+                errors += [answered(tier.put(blocks(1), [0])).error for _ in range(3)]
         assert all("unknown command" in str(error) for error in errors)
         with pytest.raises(TransferError, match="unknown command") as raised:
             count_blocks(server.url, credentials=credentials)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstow._core import row_digests
 from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
@@ -20,14 +19,13 @@ from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools
+from kvstow.tiers.tier import Rows
 
 # The bytes of blocks that a server is asked for at once. It copies each value before it sends it:
 # more copies would leave its processor's caches before that. Fewer would let the network idle.
 _BYTES_AHEAD: Final = 512 << 10
 _MAX_DIGITS: Final = 20  # of the bytes of a server
 _ANSWER: Final = b":0\r\n"  # of EXISTS with one key, or 1 for 0
-
-Rows: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True, eq=False)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection
 from typing import Final, Literal, TypeAlias
 
-from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, Breaker
 from kvstow.tiers.resp.address import Address, Node
 from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 
@@ -16,11 +16,6 @@ logger = logging.getLogger(__name__)
 Kind: TypeAlias = Literal["put", "get", "ask"]
 """What a call is: a put, a get, or one that moves no block."""
 
-_FAILS: Final = (
-    "kvstow: the shared tier at %s fails (%s). It is left alone for some seconds at a time, and "
-    "its blocks are recomputed"
-)
-_ANSWERS: Final = "kvstow: the shared tier at %s answers again"
 _TAKES_NO_PUTS: Final = (
     "kvstow: the shared tier at %s takes no puts (%s). It gets none for some seconds at a time, "
     "and lacks their blocks"
@@ -56,15 +51,13 @@ class Health:
     def failed(self, error: Exception, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has failed."""
         if self._breaker(node, kind).failed():
-            is_put = kind == "put"
-            text = _TAKES_NO_PUTS if is_put else _FAILS
+            text = _TAKES_NO_PUTS if kind == "put" else FAILS
             logger.warning(text, node or self._address, reason(error))
 
     def succeeded(self, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has answered."""
         if self._breaker(node, kind).succeeded():
-            is_put = kind == "put"
-            logger.warning(_TAKES_PUTS if is_put else _ANSWERS, node or self._address)
+            logger.warning(_TAKES_PUTS if kind == "put" else ANSWERS_AGAIN, node or self._address)
 
     def lacks_keys(self, node: Node) -> None:
         """Note that a server has named another one for a key, and warn once."""

@@ -83,6 +83,16 @@ def log_in_within(limit_s: float) -> Callable[[Any], None]:
     return log_in
 
 
+def causes(error: BaseException) -> list[BaseException]:
+    """Return an error and what led to it, each once."""
+    found: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and all(cause is not one for one in found):
+        found.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
 def _hide_password(error: BaseException, credentials: Any) -> None:
     """Remove the password from an error of a login, and from what led to it.
 
@@ -91,13 +101,9 @@ def _hide_password(error: BaseException, credentials: Any) -> None:
     """
     sent = credentials.get_credentials() if credentials is not None else ()
     password = sent[-1] if sent else ""
-    seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in causes(error):
         text = str(cause).partition(", with args beginning with")[0]
         if password:
             text = text.replace(password, "***")
         if text != str(cause):
             cause.args = (text,)
-        cause = cause.__cause__ or cause.__context__

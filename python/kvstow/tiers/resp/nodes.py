@@ -40,7 +40,17 @@ class NoTime(Exception):
 
 
 class NoMaster(Exception):
-    """No Sentinel has named the master."""
+    """No Sentinel has named the master.
+
+    Attributes:
+        service: the name of the servers.
+        errors: what asking each Sentinel raised, for those that did not answer.
+    """
+
+    def __init__(self, service: str, errors: Sequence[Exception]) -> None:
+        """Keep both for `reason`."""
+        super().__init__(f"no Sentinel has named the master {service!r}")
+        self.service, self.errors = service, errors
 
 
 def seconds_left(until_s: float) -> float:
@@ -131,8 +141,8 @@ class Nodes:
         self._knows_better: list[Node] = []
         self.known: Topology | None = None
         if address.kind == "servers":
-            winner = self._winner if len(address.nodes) > 1 else None
-            self.known = Topology(address.nodes, winner)
+            owner = _by_rendezvous(address.nodes) if len(address.nodes) > 1 else None
+            self.known = Topology(address.nodes, owner)
 
     def _connection_options(self, security: Security) -> dict[str, Any]:
         redis = self._redis
@@ -150,12 +160,6 @@ class Nodes:
                 "ssl_check_hostname": True,
             }
         return options
-
-    def _winner(self, key: bytes) -> Node:
-        def score(node: Node) -> bytes:
-            return hashlib.blake2b(key, digest_size=8, salt=_salt(node)).digest()
-
-        return max(self.address.nodes, key=score)
 
     # -- connections ---------------------------------------------------------------------------
 
@@ -245,14 +249,14 @@ class Nodes:
 
     def _ask_all(self, until_s: float) -> Topology:
         """Return the answer of the first server that knows one."""
-        errors: list[tuple[Node, Exception]] = []
+        errors: list[Exception] = []
         is_cluster = self.address.kind == "cluster"
         more = self.known.servers if is_cluster and self.known is not None else ()
         first, self._knows_better = self._knows_better, []
         num_left = len(self._asking_options) * len({*first, *self._sources, *more})
         for options in self._asking_options:
             if options is not self._asking_options[0]:
-                if not any(isinstance(error, self._wants_login) for _, error in errors):
+                if not any(isinstance(error, self._wants_login) for error in errors):
                     break
                 errors.clear()
             for node in dict.fromkeys([*first, *self._sources, *more]):
@@ -264,15 +268,14 @@ class Nodes:
                     if (found := self._ask_one(node, options, limit_s)) is not None:
                         return found
                 except self.errors as error:
-                    errors.append((node, error))
+                    errors.append(error)
                 num_left -= 1
                 if node == self._sources[0]:
                     self._sources.rotate(-1)
-        for _, found_error in errors:
-            if isinstance(found_error, Refusal) or is_cluster:
-                raise found_error
-        why = ", ".join(f"{node} - {type(one).__name__}" for node, one in errors)
-        raise NoMaster(f"No master found for {self.address.service!r} : {why}")
+        for one in errors:
+            if isinstance(one, Refusal) or is_cluster:
+                raise one
+        raise NoMaster(self.address.service, errors)
 
     def _ask_one(self, node: Node, options: dict[str, Any], limit_s: float) -> Topology | None:
         """Return what one server of the URL says, or None if it knows no master."""
@@ -332,5 +335,12 @@ def _named(host: str, port: bytes | int) -> Node:
     return node
 
 
-def _salt(node: Node) -> bytes:
-    return hashlib.blake2b(str(node).encode(), digest_size=16).digest()
+def _by_rendezvous(nodes: Sequence[Node]) -> Callable[[bytes], Node]:
+    """Return which of several independent servers has a key."""
+    salts = [hashlib.blake2b(str(node).encode(), digest_size=16).digest() for node in nodes]
+
+    def owner(key: bytes) -> Node:
+        scores = [hashlib.blake2b(key, digest_size=8, salt=salt).digest() for salt in salts]
+        return nodes[scores.index(max(scores))]
+
+    return owner

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import ssl
 from typing import Final
 
 from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
 from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
+from kvstow.tiers.resp.login import causes
+from kvstow.tiers.resp.nodes import NoMaster
 
 ACCESS: Final = (
     "the access list refused a command: allow the user +get +set +exists +del on the keys "
@@ -35,14 +36,13 @@ _FIXES: Final = (
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
     ("cluster support disabled", "it belongs to no cluster: take +cluster out of the URL"),
 )
-# What `nodes` says if no Sentinel names a master: the service, and why each did not answer.
-_NO_MASTER: Final = re.compile(r"No master found for (?P<service>'[^']*')(?P<errors>.*)", re.DOTALL)
-_SENTINEL_ERROR: Final = re.compile(r" - (?:\w+:)?(\w+Error)")
 
 
 def reason(error: BaseException) -> str:
     """Return what is wrong, and what to do about it where that is known."""
-    for cause in _chain(error):
+    if isinstance(error, NoMaster):
+        return _why_no_master(error)
+    for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (
                 f"its certificate does not verify ({cause.verify_message}): name the file of the "
@@ -51,33 +51,20 @@ def reason(error: BaseException) -> str:
         if "handshake operation timed out" in str(cause):
             return "it does not answer the TLS handshake: for a server without TLS, use redis://"
     text = str(error)
-    if no_master := _NO_MASTER.match(text):
-        return _why_no_master(no_master["service"], _SENTINEL_ERROR.findall(no_master["errors"]))
     shown = on_one_line(text, MOST_OF_AN_ERROR)
     return next((fix for sign, fix in _FIXES if sign in text), shown)
 
 
-def _why_no_master(service: str, errors: list[str]) -> str:
-    """Return why no Sentinel has named the master of a service."""
-    if not errors:
+def _why_no_master(error: NoMaster) -> str:
+    names = {type(one).__name__ for one in error.errors}
+    if not names:
         return (
-            f"Sentinel knows no master {service} that is up: take the name from its line `sentinel "
-            "monitor NAME`, and see that the master runs"
+            f"Sentinel knows no master {error.service!r} that is up: take the name from its line "
+            "`sentinel monitor NAME`, and see that the master runs"
         )
-    if "AuthenticationError" in errors:
+    if "AuthenticationError" in names:
         return (
             f"Sentinel refused the login: set {PASSWORD_VARIABLE}, or name a password file, with a "
             "password that Sentinel and the servers have in common (`requirepass`)"
         )
-    found = ", ".join(sorted(set(errors)))
-    return f"no Sentinel has named the master {service} ({found}): {_SENTINEL}"
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and what led to it."""
-    found: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in found:
-        found.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return found
+    return f"{error} ({', '.join(sorted(names))}): {_SENTINEL}"

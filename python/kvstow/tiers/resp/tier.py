@@ -42,17 +42,17 @@ from typing import Final
 
 from kvstow._core import TransferError
 from kvstow.arguments import checked_int
+from kvstow.tiers.breaker import FAIR_S, left_alone
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, Job, QueuedTier, Worker
 from kvstow.tiers.resp.address import Address, Credentials, Node, Security
-from kvstow.tiers.resp.commands import Memory, Part, Rows, contains, delete, get, memory_policy, put
+from kvstow.tiers.resp.commands import Memory, Part, contains, delete, get, memory_policy, put
 from kvstow.tiers.resp.health import Health, Kind, warn_of_policy
 from kvstow.tiers.resp.nodes import Nodes, NoTime, Topology, seconds_left
 from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError
+from kvstow.tiers.tier import Rows
 from kvstow.transfer import HostArena
 
-# A server that had less time to answer has not failed.
-_FAIR_S: Final = 0.02
 # Refusals that concern single keys, or new blocks of a server that is full.
 _OF_KEYS: Final = frozenset({"OOM", "WRONGTYPE", "MOVED", "ASK", "TRYAGAIN"})
 _MAX_WAIT_S: Final = 86400.0
@@ -177,8 +177,9 @@ class _Connections:
 
     def carry_out(self, job: Job, part: range) -> None:
         """Ask each server for the blocks that it has."""
-        tier, blocks, key = self._tier, job.blocks, job.namespace.key
-        keys = [key(int(blocks.groups[at]), blocks.hashes[at]) for at in part]
+        tier, blocks = self._tier, job.blocks
+        groups = blocks.groups[part.start : part.stop].tolist()
+        keys = job.namespace.keys(groups, [blocks.hashes[at] for at in part])
         assigned = self._assigned(job, keys)
         calls = [
             self._call(job, node, [part[at] for at in places], [keys[at] for at in places])
@@ -239,7 +240,7 @@ class _Connections:
         address, nodes, health = self._tier.address, self._tier.nodes, self._tier.health
         try:
             if not health.may_call(None):
-                raise TransferError(f"{address} has failed and is left alone for a while")
+                raise left_alone(address)
             try:
                 topology = nodes.ask(job.until_s)
             except NoTime as error:
@@ -260,9 +261,9 @@ class _Connections:
         part = Part(
             positions,
             keys,
-            [int(job.blocks.groups[at]) for at in positions],
+            job.blocks.groups[positions].tolist(),
             [job.blocks.hashes[at] for at in positions],
-            [int(job.host_slots[at]) for at in positions] if len(job.host_slots) else [],
+            job.host_slots[positions].tolist() if len(job.host_slots) else [],
         )
         kind: Kind = job.operation if job.operation in ("put", "get") else "ask"
         call = _Call(node, part, job.until_s, kind)
@@ -302,7 +303,7 @@ class _Connections:
         """Send the commands, pause, and note the answers in the job."""
         tier, node, part = self._tier, call.node, call.part
         if not tier.health.may_call(node, call.kind):
-            raise TransferError(f"{node} has failed and is left alone for a while")
+            raise left_alone(node)
         wire = self._wire(call)
         seconds_left(call.until_s)
         self._begin(call)
@@ -371,7 +372,7 @@ class _Connections:
             call.error = TransferError(f"{call.node} refused: {why}")
         except self._tier.nodes.errors as error:
             # An answer that had hardly any time says nothing of the server.
-            if not isinstance(error, WireError) or call.until_s - call.begin_s >= _FAIR_S:
+            if not isinstance(error, WireError) or call.until_s - call.begin_s >= FAIR_S:
                 self._failed(call, error)
             call.error = TransferError(f"{call.node}: {reason(error)}")
             call.error.__cause__ = error
