@@ -154,6 +154,8 @@ class Options:
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             also of vLLM's own cache alone, and empties the tier if the content has changed. Needs
             `preserve_on_sleep`.
+        accelerate: replace three functions of vLLM with faster ones that have the same results, for
+            versions of vLLM that kvstow knows. Off by default.
         observe: keep no host tier, and only report the hit ratios that host tiers of several sizes
             would have. Takes no host memory for KV, copies nothing, and changes no answer. Not with
             `disk_path` or `shared`.
@@ -165,8 +167,13 @@ class Options:
             data-parallel engine of index N above 0 adds `.engineN` to the name.
         record_trace_bytes: when the trace has so many bytes, it moves to `record_trace` with `.1`
             added, and a new one begins. At least 1 MiB.
-        accelerate: replace three functions of vLLM with faster ones that have the same results, for
-            versions of vLLM that kvstow knows. Off by default.
+        min_promote_tokens: a request waits for a tier below the host only if the tier adds this
+            many tokens.
+        promote_timeout_s: seconds after which a request goes on without what the tier still reads.
+        skip_slow_loads: a request does not wait for a tier below the host while loads from it take
+            longer than computing the same tokens. kvstow measures both. One slow load in 16 takes
+            place, because the tier may be faster again. Off by default, because runs then depend on
+            the clock.
         disk_path: a folder on a local disk for what falls off host memory. Each rank keeps one slot
             file there, which a restarted server finds. Needs `disk_bytes_to_use`.
         disk_bytes_to_use: disk space of the engine, divided equally among its ranks. A number of
@@ -178,13 +185,6 @@ class Options:
             Blocks wait for their turn, and are lost if the host evicts them first. When the server
             ends, its workers write at once what this allows in `disk_flush_s`. With `shared`, it
             also bounds what the disk keeps of what the store brought. Default: no bound.
-        min_promote_tokens: a request waits for a tier below the host only if the tier adds this
-            many tokens.
-        promote_timeout_s: seconds after which a request goes on without what the tier still reads.
-        skip_slow_loads: a request does not wait for a tier below the host while loads from it take
-            longer than computing the same tokens. kvstow measures both. One slow load in 16 takes
-            place, because the tier may be faster again. Off by default, because runs then depend on
-            the clock.
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which a server that has nothing to compute goes on writing blocks
@@ -229,19 +229,19 @@ class Options:
     events_path: str | None = option(None, read_path)
     preserve_on_sleep: bool = option(False, read_flag)
     weights_version_path: str | None = option(None, read_path)
+    accelerate: bool = option(False, read_flag)
     observe: bool = option(False, read_flag)
     observe_gib: float | None = option(None, read_number_of("GiB"))
     observe_half_life_s: float = option(3600.0, read_seconds)
     record_trace: str | None = option(None, read_path)
     record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)
-    accelerate: bool = option(False, read_flag)
+    min_promote_tokens: int = option(256, read_count(0))
+    promote_timeout_s: float = option(5.0, read_seconds)
+    skip_slow_loads: bool = option(False, read_flag)
     disk_path: str | None = option(None, read_path)
     disk_bytes_to_use: int | None = option(None, read_size)
     disk_admit: Literal["all", "returned"] = option("all", read_choice("all", "returned"))
     disk_max_write_bytes_per_s: int | None = option(None, read_size)
-    min_promote_tokens: int = option(256, read_count(0))
-    promote_timeout_s: float = option(5.0, read_seconds)
-    skip_slow_loads: bool = option(False, read_flag)
     disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
     disk_flush_s: float = option(3.0, read_seconds)
     shared: str | None = option(None, read_url)
