@@ -71,7 +71,7 @@ def accounting(output: Output, blocks: int, turns: int) -> int:
     rivals: dict[str, Maker] = {}
     if importlib.util.find_spec("vllm") is not None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from kvstow.vllm.rival import VllmSide  # noqa: PLC0415 - optional, and slow to import
+        from kvstow.vllm.bench_side import VllmSide  # noqa: PLC0415 - optional, and slow to import
 
         rivals["vllm"] = VllmSide
     rows = measure_accounting(blocks, turns, rivals)
