@@ -47,7 +47,7 @@ from tests.vllm.engine import (
 import kvstow
 from kvstow._core import debug_build
 from kvstow.bench import machine
-from kvstow.vllm.disk_worker import DiskWorker
+from kvstow.vllm.below.disk_worker import DiskWorker
 
 LENGTHS = (1_000, 3_000)
 SOURCES = ("computed", "host", "disk")

@@ -24,7 +24,7 @@ from tests.vllm.sharing import LONG_S, keys, redis_of
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstow.vllm import shared
+from kvstow.vllm.below import shared
 from kvstow.vllm.messages import StepJobs, StepReports
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

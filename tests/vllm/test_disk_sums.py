@@ -15,7 +15,7 @@ from kvstow.tiers.files import Buffers, Files
 from kvstow.transfer import HostArena
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.verified import have_device_sums, record_device_sums
-from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.below.disk_worker import DiskWorker, Place
 from kvstow.vllm.messages import LowerJob, LowerOrders
 from kvstow.vllm.options import Options
 

@@ -21,7 +21,7 @@ from tests.vllm.test_engine_disk import flip_all_slots
 from tests.vllm.test_engine_shared import damage_all
 
 from kvstow.tiers.slot_store import SlotStore
-from kvstow.vllm.both_worker import BothWorker
+from kvstow.vllm.below.both_worker import BothWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 

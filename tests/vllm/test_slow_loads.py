@@ -17,8 +17,8 @@ from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, serve
 from vllm.v1.request import Request
 
 from kvstow import ConfigError
+from kvstow.vllm.below.slow_loads import LOADS_PER_PROBE, SlowLoads
 from kvstow.vllm.options import Options
-from kvstow.vllm.slow_loads import LOADS_PER_PROBE, SlowLoads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

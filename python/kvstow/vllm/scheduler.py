@@ -12,7 +12,7 @@ no room for a request  may it preempt? ... has_pending_block_frees         store
 nothing left to run    may it rest? ...... has_pending_push_work           sleep
 reset of the caches    ................... reset_cache                     sleep
 
-loads, steps, sleep -> stores -> requests, transfers -> tracked, tier -> disk, shared, both -> below
+loads, steps, sleep -> stores -> requests, transfers -> tracked, tier -> below
 ```
 
 A block is stored under a key only if it holds the KV of the key's tokens. vLLM keys blocks when it

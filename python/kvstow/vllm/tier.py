@@ -25,13 +25,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
-from kvstow.vllm.below import LowerTier
-from kvstow.vllm.both import BothTier
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below.both import BothTier
+from kvstow.vllm.below.disk import DiskTier
+from kvstow.vllm.below.lower_tier import LowerTier
+from kvstow.vllm.below.shared import SharedTier
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared import SharedTier
 
 # Per group, the block table of each request.
 Tables: TypeAlias = Sequence[Mapping[str, list[KVCacheBlock]]]
