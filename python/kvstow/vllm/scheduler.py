@@ -118,7 +118,7 @@ class SchedulerHalf:
         version = WeightsVersion(tier.options.weights_version_path)
         self.sleep = Sleep(*parts, stores, adapters, version)
         self.bind = tier.bind
-        self.agree = tier.agree
+        self.create_tier = tier.create
         self.holds_freed_blocks = self._guard(self._holds_freed_blocks)
         self.lookup = self._guard(self._lookup)
         self.allocated = self._guard(self.loads.allocated)

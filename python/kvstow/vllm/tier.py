@@ -141,7 +141,7 @@ class HostTier:
                 )
         if self.offload is not None or len(self._capacities) < self.world_size:
             return False
-        self.agree(min(self._capacities.values()))
+        self.create(min(self._capacities.values()))
         return True
 
     def is_awaited(self) -> bool:
@@ -168,7 +168,7 @@ class HostTier:
             )
         return False
 
-    def agree(self, num_host_blocks: int) -> None:
+    def create(self, num_host_blocks: int) -> None:
         """Create the accounting of the tier, as large as every rank has memory for.
 
         It numbers its jobs from the start, so no job of an earlier tier may be in flight.
