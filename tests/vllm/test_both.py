@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, AnySum, keys, serve
 
 from kvstow import ConfigError

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
-from tests.vllm.disked import Server, Whose, fill, folder_on_disk
+from tests.vllm.halves_below import Server, Whose, fill, folder_on_disk
 from vllm.lora.request import LoRARequest
 
 from kvstow import ConfigError, StateError

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.setup import LONG_S
-from tests.vllm.disked import Server, fill, folder_on_disk
+from tests.vllm.halves_below import Server, fill, folder_on_disk
 
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums

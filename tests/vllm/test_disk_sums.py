@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.vllm.disked import folder_on_disk
+from tests.vllm.halves_below import folder_on_disk
 
 from kvstow.tiers import Fingerprint, TierBlocks
 from kvstow.tiers.files import Buffers, Files

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server, folder_on_disk
 from tests.vllm.halves import FULL, Scheduler
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, serve
 from vllm.v1.request import Request
 
