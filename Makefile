@@ -41,8 +41,10 @@ export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 .DELETE_ON_ERROR:
 .PHONY: help run test test-traces test-differential test-vllm-full test-tiers test-faults faults drift soak model fuzz test-copy stress lint lint-rust lint-python test-rust docs evidence optimize bench bench-rivals gpu-check wheel wheels test-wheels tools deny sbom pins clean
 
+##@ Every day
+
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run ## replay a real request trace, and verify every loaded block (TRACE=FILE, ARGS="--limit 100")
 	@$(BIN)/kvstow replay $(TRACE) $(ARGS) $(if $(TRACE),,</dev/null)
@@ -52,6 +54,8 @@ test: $(VENV)/.test $(VENV)/.docs ## run everything that CI runs: lint, cargo te
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint-python test-rust
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/pytest -n $(WORKERS)
 
+##@ Longer tests, which CI leaves out or shortens
+
 test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES=FOLDER
 	@if [ ! -d '$(KVSTOW_TRACES)' ]; then \
 	    echo 'Name the folder with the traces (CONTRIBUTING.md says which): make test-traces KVSTOW_TRACES=FOLDER' >&2; exit 1; fi
@@ -59,10 +63,10 @@ test-traces: $(VENV)/.test ## test over whole traces, which are in KVSTOW_TRACES
 	$(BIN)/kvstow replay '$(KVSTOW_TRACES)/mooncake_conversation_trace.jsonl.gz' \
 	    --device-blocks 4096 --host-blocks 200000
 
-test-differential: $(VENV)/.test ## compare the ledger, and accelerate, with vLLM's own accounting, in 2,000 random sequences
+test-differential: $(VENV)/.test ## compare ledger and accelerate with vLLM's own accounting in 2,000 random sequences
 	KVSTOW_SEQUENCES=2000 $(BIN)/pytest tests/vllm/test_differential.py tests/vllm/test_accelerate.py
 
-test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connector, Model Runner V2, and 300 requests at once (SEEDS=20)
+test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, both model runners, and many seeds (SEEDS=20)
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_random.py
 	KVSTOW_MODEL_RUNNER=v2 $(BIN)/pytest tests/vllm/test_engine.py tests/vllm/test_engine_sleep.py
@@ -79,7 +83,7 @@ test-vllm-full: $(VENV)/.test ## test vLLM with ranks, adapters, another connect
 	KVSTOW_VLLM=full $(BIN)/pytest tests/vllm/test_engine_slow_loads.py
 	KVSTOW_VLLM=full KVSTOW_SEEDS=$(SEEDS) $(BIN)/pytest tests/vllm/test_engine_shared_random.py
 
-test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000 losses of power, 200 kills, a file system that it fills, and below 10,000 random engines; shared stores with 1,000 seeds of faults each; and bytes that Mooncake moves after its calls
+test-tiers: $(VENV)/.test ## test the tiers below the host in random mixtures, faults, kills and losses of power, for over an hour
 	KVSTOW_TIER_SEEDS=10000 $(BIN)/pytest tests/tiers/test_mixture.py
 	KVSTOW_TIER_CUTS=1000 $(BIN)/pytest tests/tiers/test_power.py
 	KVSTOW_TIER_KILLS=200 $(BIN)/pytest -s tests/tiers/test_slot_faults.py tests/engine/test_disk_kills.py -k killed
@@ -88,7 +92,7 @@ test-tiers: $(VENV)/.test ## test the slot file in 10,000 random mixtures, 1,000
 	KVSTOW_MOONCAKE_LATE=full $(BIN)/pytest tests/tiers/test_mooncake_late.py
 	KVSTOW_SEEDS=850 $(BIN)/pytest -s tests/engine/test_disk_random.py
 
-test-faults: $(VENV)/.test ## make each call of an engine, a mover and the connector fail, of which CI tries a part, interrupt each line of a CUDA lane twice, and replay with more seeds of late and failing copies
+test-faults: $(VENV)/.test ## make each call of an engine, a disk, a mover and the connector fail, of which CI tries a part
 	KVSTOW_FAULTS=full $(BIN)/pytest tests/engine/test_faults.py tests/engine/test_disk_faults.py \
 	    tests/vllm/test_scheduler_faults.py tests/transfer/test_call_faults.py tests/transfer/cuda/test_simulation.py \
 	    tests/replay/test_seeded_faults.py
@@ -119,7 +123,7 @@ soak: ## test the core with new random operations for SECONDS=600
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=100000 $(LONG_CARGO_TEST) --quiet --test accounting || exit 1; done
 
-model: $(BIN)/uv ## search larger worlds for interleavings that break a contract, and seed bugs that must be found
+model: $(BIN)/uv ## search larger worlds for interleavings that break a contract, and seed bugs
 	@$(need_cargo)
 	KVSTOW_MODEL=full $(LONG_CARGO_TEST) --package kvstow-core --lib protocol_tests -- --nocapture
 	$(BIN)/python -m tests.model.seeded_bugs
@@ -130,13 +134,15 @@ fuzz: $(VENV)/.test ## feed new inputs to every parser, SECONDS=600 for each
 	end=$$(($$(date +%s) + $(SECONDS))); \
 	while [ $$(date +%s) -lt $$end ]; do KVSTOW_CASES=20000 $(LONG_CARGO_TEST) --quiet --test accounting forged || exit 1; done
 
-test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri (rustup +nightly component add miri)
+test-copy: ## check the unsafe code of rust/copy under valgrind, and under Miri
 	@$(need_cargo)
 	cargo test -p kvstow-copy --config 'target."cfg(unix)".runner = "valgrind -q --error-exitcode=9"'
 	cargo +nightly miri test -p kvstow-copy
 
 stress: $(VENV)/.test ## interrupt engines at random moments, with forks and a thread that reads stats, for SECONDS=600
 	$(BIN)/python -m tests.stress --seconds $(SECONDS)
+
+##@ Parts of make test
 
 lint: lint-rust lint-python ## check the code, and the stub against the binary
 
@@ -158,6 +164,8 @@ test-rust: lint-rust ## check the Rust code, and run cargo test
 docs: $(VENV)/.docs ## build the documentation as a site in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo 'Open site/index.html. For its search: $(BIN)/python -m http.server --directory site'
+
+##@ Benchmarks and the GPU
 
 evidence: $(VENV)/.run ## write docs/evidence.md and its plots from benches/results/
 	$(BIN)/python -m docs.generate.evidence
@@ -182,13 +190,15 @@ bench-rivals: optimize ## time large pools beside vLLM, SGLang's Rust tree, kvbm
 	$(BIN)/python -m benches.compare.rivals
 
 # Uses neither .venv nor a network. Runs PYTHON as it is, with the unpacked wheel on its path.
-gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3 with numpy, torch, cupy, pytest; ARGS="--out FOLDER tests sweep")
+gpu-check: ## run the checks that need a GPU on the wheel in dist/ (PYTHON=python3, ARGS="--out FOLDER tests sweep")
 	@$(need_python_alone)
 	@wheel=$$(ls dist/kvstow-*_$$(uname -m).whl 2>/dev/null); \
 	if [ -z "$$wheel" ]; then \
 	    echo 'dist/ has no wheel, and make gpu-check needs one: run make wheel first.' >&2; exit 1; fi; \
 	rm -rf $(GPU_CHECK) && '$(PYTHON)' -m zipfile -e "$$wheel" $(GPU_CHECK) && \
 	PYTHONPATH='$(CURDIR)/$(GPU_CHECK):$(CURDIR)'"$${PYTHONPATH:+:$$PYTHONPATH}" '$(PYTHON)' -m tests.gpu.check $(ARGS)
+
+##@ Packages and upkeep
 
 wheel: $(BIN)/uv ## build a wheel in dist/
 	@$(need_cargo)
@@ -209,14 +219,14 @@ wheels: $(VENV)/.release ## build a release in dist/: wheels for x86_64 and aarc
 test-wheels: $(VENV)/.test $(DEBIAN)/.aarch64 wheels ## build a release, and try it in clean environments and under emulation
 	KVSTOW_DIST=dist $(BIN)/pytest tests/packaging
 
-deny: ## check licences, duplicates and sources of the crates with cargo-deny (cargo install cargo-deny --locked)
+deny: ## check licences, duplicates and sources of the crates with cargo-deny
 	@$(need_cargo)
 	@if ! cargo deny --version >/dev/null 2>&1; then \
 	    echo 'make deny needs cargo-deny: cargo install cargo-deny --locked' >&2; exit 1; fi
 	cargo deny --workspace check licenses bans sources
 
 # The wheel has the bill of its crates inside. What a clean environment gets beside it is the other one.
-sbom: $(VENV)/.release ## write bills of materials of the wheel in dist/: its crates, and the Python packages it needs
+sbom: $(VENV)/.release ## write bills of materials of the wheel in dist/
 	@wheel=$$(ls dist/kvstow-*_$$(uname -m).whl 2>/dev/null); \
 	if [ -z "$$wheel" ]; then \
 	    echo 'dist/ has no wheel, and make sbom needs one: run make wheels first.' >&2; exit 1; fi; \

@@ -32,7 +32,6 @@ from pathlib import Path
 
 import vllm
 from tests.vllm import models
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import (
     BLOCK_SIZE,
     TOLERANCE,
@@ -43,11 +42,12 @@ from tests.vllm.engine import (
     greedy,
     prompts,
 )
+from tests.vllm.halves_below import folder_on_disk
 
 import kvstow
 from kvstow._core import debug_build
 from kvstow.bench import machine
-from kvstow.vllm.disk_worker import DiskWorker
+from kvstow.vllm.below.disk_worker import DiskWorker
 
 LENGTHS = (1_000, 3_000)
 SOURCES = ("computed", "host", "disk")

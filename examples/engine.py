@@ -9,48 +9,76 @@ import numpy as np
 from kvstow import AdmissionState, Engine, FullAttention, hash_tokens
 from kvstow.transfer import READY, BlockLayout
 
-BLOCK, CHUNK = 16, 64  # tokens in a block, and tokens that a step computes per request
+BLOCK = 16  # tokens in a block
+CHUNK = 64  # the most tokens that a step computes of a request
+
+prompts = {
+    "asks": [*range(100), 7],
+    "other": list(range(200, 305)),
+    "again": [*range(100), 8, 9],  # begins like the first
+}
 kv = [np.zeros((9, BLOCK, 2), np.int64) for _ in range(2)]  # two layers of 9 blocks, K and V
-prompts = {"asks": [*range(100), 7], "other": list(range(200, 305)), "again": [*range(100), 8, 9]}
 
 
-def compute(name: str, begin: int, end: int) -> None:
-    """Write the cache of the new tokens, and check the cache of all tokens so far."""
-    block = engine.tables(name)[0][np.arange(end) // BLOCK]
+def compute(engine: Engine, name: str, begin: int, end: int) -> None:
+    """Write K and V of the tokens from `begin` to `end`, and check those of all tokens so far."""
+    tokens = np.array(prompts[name][:end])
+    position = np.arange(end)
+    block, place = engine.tables(name)[0][position // BLOCK], position % BLOCK
     for layer in kv:
-        layer[block[begin:], np.arange(begin, end) % BLOCK, :] = np.c_[prompts[name][begin:end]]
-        assert layer[block, np.arange(end) % BLOCK, 0].tolist() == prompts[name][:end]
+        layer[block[begin:], place[begin:]] = tokens[begin:, None]
+        assert (layer[block, place, 0] == tokens).all()
 
 
-with Engine(9, 64, [FullAttention(BLOCK)], [BlockLayout.from_arrays(kv)]) as engine:
+def serve(engine: Engine) -> None:
+    """Run every prompt to its end."""
+    waiting = list(prompts)
+    running: list[str] = []
+    done = dict.fromkeys(prompts, 0)  # tokens whose K and V are in the cache
     for name, prompt in prompts.items():
         engine.add(name, hash_tokens(prompt, BLOCK))
-    waiting, running = list(prompts), list[str]()
-    done = dict.fromkeys(prompts, 0)  # tokens in the cache
+
     while waiting or engine.ledger.num_requests:
+        # 1. Loads that have ended: their requests run, or wait again.
         landed = engine.poll()
-        running, waiting = running + landed.loaded, landed.failed + waiting
-        wanted = {name: min(CHUNK, len(prompts[name]) - done[name]) for name in running}
-        num_granted = engine.step(running, [*wanted.values()]).num_granted
-        new = dict([*wanted.items()][:num_granted])
-        if is_short := num_granted < len(running):  # the last one gives its blocks to the others
-            waiting.insert(0, running.pop())
-            engine.preempt(waiting[0])
+        running += landed.loaded
+        waiting = landed.failed + waiting
+
+        # 2. Slots for the requests that run. If they do not suffice, preempt the last request.
+        wanted = [min(CHUNK, len(prompts[name]) - done[name]) for name in running]
+        num_granted = engine.step(running, wanted).num_granted
+        new = dict(zip(running[:num_granted], wanted, strict=False))
+        is_short = num_granted < len(running)
+        if is_short:
+            name = running.pop()
+            engine.preempt(name)
+            waiting.insert(0, name)
+
+        # 3. Requests that wait, unless the device is short of blocks.
         while waiting and not is_short:
-            name, num_tokens = waiting[0], len(prompts[waiting[0]])
-            found = engine.admit(name, num_tokens, CHUNK, after=READY, must_fit_tokens=num_tokens)
+            name, size = waiting[0], len(prompts[waiting[0]])
+            found = engine.admit(name, size, CHUNK, after=READY, must_fit_tokens=size)
             if found.state in {AdmissionState.NO_ROOM, AdmissionState.PENDING}:
                 break
+            waiting.pop(0)
             device, host = found.num_hit_tokens, found.num_external_tokens
-            print(f"{waiting.pop(0)}: {device} tokens on the device, {host} on the host")
+            print(f"{name}: {device} tokens on the device, {host} on the host")
             done[name] = device + host
             if found.state is AdmissionState.RUNS:
                 running.append(name)
                 new[name] = found.num_new_tokens
+
+        # 4. Compute, and report it: the engine stores the blocks that became full.
         for name, num_new in new.items():
-            compute(name, done[name], done[name] + num_new)
+            compute(engine, name, done[name], done[name] + num_new)
             done[name] += num_new
-        engine.computed([*new], [done[name] for name in new], after=READY)
+        engine.computed(list(new), [done[name] for name in new], after=READY)
+
+        # 5. Requests that are done.
         for name in [name for name in running if done[name] == len(prompts[name])]:
             running.remove(name)
             engine.finish(name)
+
+
+with Engine(9, 64, [FullAttention(BLOCK)], [BlockLayout.from_arrays(kv)]) as engine:
+    serve(engine)

@@ -6,5 +6,5 @@ exec vllm serve "$@" --kv-transfer-config '{
     "kv_connector_module_path": "kvstow.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368}
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "32GiB"}
 }'

@@ -92,7 +92,7 @@ class Ours:
         )
         self.half = SchedulerHalf(tier)
         self.half.bind(manager)
-        self.half.agree(num_host_blocks)
+        self.half.create_tier(num_host_blocks)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -59,7 +59,7 @@ class Mode:
         )
         self.half = SchedulerHalf(tier)
         self.half.bind(self.manager)
-        self.half.agree(num_host_blocks)
+        self.half.create_tier(num_host_blocks)
         self.num_stored = 0
         self.seconds = 0.0
 

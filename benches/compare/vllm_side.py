@@ -26,7 +26,7 @@ from vllm.v1.simple_kv_offload.metadata import (
 )
 
 from kvstow import FullAttention, SlidingWindow
-from kvstow.vllm.rival import MAX_MODEL_TOKENS, block_ids, cache_config, manager
+from kvstow.vllm.bench_side import MAX_MODEL_TOKENS, block_ids, cache_config, manager
 
 __all__ = [
     "BlockPool",

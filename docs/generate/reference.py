@@ -20,6 +20,14 @@ from kvstow.vllm.options import DEFAULT_BYTES, Options
 
 DEFAULT = re.compile(r"\s*\[default: (.*)\]$")
 DOCS = Path(__file__).parents[1]
+# How the names of each kind of options begin. The page has the kinds in this order.
+KINDS = (
+    (r"(?!observe|record|disk|shared|min_promote|promote|skip)", "The host tier"),
+    (r"observe|record", "Observe and record"),
+    (r"min_promote|promote|skip", "Any tier below the host"),
+    (r"disk", "A disk below the host"),
+    (r"shared", "A shared store below the host"),
+)
 PLACE = re.compile(r"(?ms)^(<!-- generated: ([\w-]+) -->)\n.*?\n(<!-- end -->)$")
 
 
@@ -31,13 +39,19 @@ def command_line() -> str:
 
 
 def options() -> str:
-    """Return the table of the connector's options."""
-    return _fields(Options, "option", cpu_bytes_to_use=DEFAULT_BYTES)
+    """Return a table for each kind of the connector's options."""
+    rows = _fields(Options, cpu_bytes_to_use=DEFAULT_BYTES)
+    kinds: dict[str, list[tuple[str, str, str]]] = {kind: [] for _, kind in KINDS}
+    for row in rows:
+        (kind, *_) = (kind for form, kind in KINDS if re.match(form, row[0].strip("`")))
+        kinds[kind].append(row)
+    head = ("option", "default", "what it is")
+    return "\n\n".join(f"### {kind}\n\n{table(head, rows)}" for kind, rows in kinds.items())
 
 
 def hints() -> str:
     """Return the table of the hints that a request may give to the connector."""
-    return _fields(Hints, "hint")
+    return table(("hint", "default", "what it is"), _fields(Hints))
 
 
 def metrics() -> str:
@@ -76,16 +90,15 @@ def with_tables(page: str) -> str:
     return PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", page)
 
 
-def _fields(cls: type, head: str, **defaults: object) -> str:
-    """Return the table of the fields of a dataclass; `defaults` replaces some defaults."""
+def _fields(cls: type, **defaults: object) -> list[tuple[str, str, str]]:
+    """Return name, default and text of a dataclass's fields; `defaults` replaces some defaults."""
     defaults = {known.name: known.default for known in dataclasses.fields(cls)} | defaults
     texts = dict(_attributes(cls.__doc__ or ""))
     assert texts.keys() == defaults.keys(), "each field has an entry in the docstring"
-    rows = [
+    return [
         (f"`{name}`", "" if value is None else f"`{json.dumps(value)}`", texts[name])
         for name, value in defaults.items()
     ]
-    return table((head, "default", "what it is"), rows)
 
 
 def _cell(text: str) -> str:

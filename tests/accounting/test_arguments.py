@@ -108,44 +108,46 @@ with_bad_groups = pytest.mark.parametrize(("error", "says", "group"), BAD_GROUPS
 
 @pytest.mark.parametrize("name", ["touch", "free", "pin", "unpin", "evict", "ref_counts"])
 @with_bad_ids
-def test_pool_refuses_ids(name: str, error: type[Exception], says: str, ids: object) -> None:
+def test_pool_refuses_wrong_ids(name: str, error: type[Exception], says: str, ids: object) -> None:
     refused(PoolWorld, lambda w: getattr(w.pool, name)(ids), error, says)
 
 
 @pytest.mark.parametrize("name", ["pin", "unpin", "evict", "ref_counts"])
 @with_bad_ids
-def test_the_pool_of_a_ledger_refuses_ids(
+def test_the_pool_of_a_ledger_refuses_wrong_ids(
     name: str, error: type[Exception], says: str, ids: object
 ) -> None:
     refused(LedgerWorld, lambda w: getattr(w.ledger.pool, name)(ids), error, says)
 
 
 @with_bad_hashes
-def test_pool_refuses_hashes(says: str, hashes: list[bytes]) -> None:
+def test_pool_refuses_wrong_hashes(says: str, hashes: list[bytes]) -> None:
     refused(PoolWorld, lambda w: w.pool.lookup(hashes), ConfigError, says)
     refused(PoolWorld, lambda w: w.pool.cache([6], hashes), ConfigError, says)
 
 
 @with_bad_hashes
-def test_ledger_refuses_hashes(says: str, hashes: list[bytes]) -> None:
+def test_ledger_refuses_wrong_hashes(says: str, hashes: list[bytes]) -> None:
     refused(LedgerWorld, lambda w: w.ledger.add("x", hashes), ConfigError, says)
     refused(LedgerWorld, lambda w: w.ledger.extend("again", hashes), ConfigError, says)
 
 
 @with_bad_hashes
-def test_scheduler_refuses_hashes(says: str, hashes: list[bytes]) -> None:
+def test_scheduler_refuses_wrong_hashes(says: str, hashes: list[bytes]) -> None:
     refused(TierWorld, lambda w: w.tier.add("x", hashes), ConfigError, says)
     refused(TierWorld, lambda w: w.tier.extend("fresh", hashes), ConfigError, says)
 
 
 @with_bad_counts
-def test_pool_refuses_counts(error: type[Exception], says: str, count: int) -> None:
+def test_pool_refuses_wrong_counts(error: type[Exception], says: str, count: int) -> None:
     refused(PoolWorld, lambda w: w.pool.allocate(count), error, says)
 
 
 @pytest.mark.parametrize("name", ["lookup", "cache", "rewind", "block_table", "allocate"])
 @with_bad_counts
-def test_ledger_refuses_counts(name: str, error: type[Exception], says: str, count: int) -> None:
+def test_ledger_refuses_wrong_counts(
+    name: str, error: type[Exception], says: str, count: int
+) -> None:
     refused(LedgerWorld, lambda w: getattr(w.ledger, name)("running", count), error, says)
 
 
@@ -162,7 +164,7 @@ def test_ledger_refuses_counts(name: str, error: type[Exception], says: str, cou
 @pytest.mark.parametrize(
     ("error", "says", "count"), [*BAD_COUNTS[:-1], (ConfigError, str(2**63), 2**63)]
 )
-def test_ledger_refuses_optional_counts(
+def test_ledger_refuses_wrong_optional_counts(
     name: str, error: type[Exception], says: str, count: object
 ) -> None:
     def call(world: LedgerWorld) -> object:
@@ -172,14 +174,14 @@ def test_ledger_refuses_optional_counts(
 
 
 @with_bad_counts
-def test_scheduler_refuses_counts(error: type[Exception], says: str, count: int) -> None:
+def test_scheduler_refuses_wrong_counts(error: type[Exception], says: str, count: int) -> None:
     refused(TierWorld, lambda w: w.tier.lookup("fresh", count, 9), error, says)
     refused(TierWorld, lambda w: w.tier.lookup("holding", 0, count), error, says)
     refused(TierWorld, lambda w: w.tier.load("holding", count, [[7]]), error, says)
 
 
 @with_bad_groups
-def test_pool_refuses_groups(error: type[Exception], says: str, group: int) -> None:
+def test_pool_refuses_wrong_groups(error: type[Exception], says: str, group: int) -> None:
     refused(PoolWorld, lambda w: w.pool.cache([6], [DIGEST], group=group), error, says)
     refused(PoolWorld, lambda w: w.pool.lookup([DIGEST], group=group), error, says)
 
@@ -197,7 +199,7 @@ def test_pool_refuses_groups(error: type[Exception], says: str, group: int) -> N
         (str(2**63 - 1), [1, 2**63 - 1]),
     ],
 )
-def test_a_step_refuses_counts(says: str, counts: list[int]) -> None:
+def test_a_step_refuses_wrong_counts(says: str, counts: list[int]) -> None:
     refused(
         LedgerWorld,
         lambda w: w.ledger.allocate_step(["running", "waiting"], counts),
@@ -229,7 +231,7 @@ def test_a_step_refuses_counts(says: str, counts: list[int]) -> None:
         (InvalidBlock, f"block {2**32 + 9} ", [4, 4], [9, 2**32 + 9], [0, 1, 2]),
     ],
 )
-def test_store_refuses(
+def test_store_refuses_wrong_lists(
     error: type[Exception],
     says: str,
     computed: list[int],

@@ -60,7 +60,7 @@ POOL_CASES: list[PoolCase] = [
 
 
 @pytest.mark.parametrize(("error", "says", "call"), POOL_CASES)
-def test_pool_refuses(
+def test_pool_refuses_wrong_calls(
     error: type[Exception], says: str, call: Callable[[PoolWorld], object]
 ) -> None:
     refused(PoolWorld, call, error, says)
@@ -139,7 +139,7 @@ LEDGER_CASES: list[LedgerCase] = [
 
 
 @pytest.mark.parametrize(("error", "says", "call"), LEDGER_CASES)
-def test_ledger_refuses(
+def test_ledger_refuses_wrong_calls(
     error: type[Exception], says: str, call: Callable[[LedgerWorld], object]
 ) -> None:
     refused(LedgerWorld, call, error, says)
@@ -191,7 +191,7 @@ TIER_CASES: list[TierCase] = [
 
 
 @pytest.mark.parametrize(("error", "says", "call"), TIER_CASES)
-def test_scheduler_refuses(
+def test_scheduler_refuses_wrong_calls(
     error: type[Exception], says: str, call: Callable[[TierWorld], object]
 ) -> None:
     refused(TierWorld, call, error, says)

@@ -12,8 +12,8 @@ import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.resp.server import Server as Store
 
 if TYPE_CHECKING:
-    from tests.vllm.disked import Server
     from tests.vllm.engine import Engine
+    from tests.vllm.halves_below import Server
     from tests.vllm.secondary import World
 
 
@@ -78,7 +78,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def started(store: Store, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Starts servers on one store, without an engine. They run beside each other."""
-    from tests.vllm.disked import Server  # noqa: PLC0415 - takes seconds
+    from tests.vllm.halves_below import Server  # noqa: PLC0415 - takes seconds
     from tests.vllm.sharing import LONG_S  # noqa: PLC0415
 
     servers: list[Server] = []

@@ -365,7 +365,7 @@ class Engine:
         assert self.worker.arena is not None
         # From here on, options that a test has changed have an effect.
         self.half.bind(self.core.scheduler.kv_cache_manager)
-        self.half.agree(num_host_blocks or self.worker.arena.num_slots)
+        self.half.create_tier(num_host_blocks or self.worker.arena.num_slots)
         self.connector._reporter = None  # it has the counts of the earlier tier
 
     def change_options(self, patch: pytest.MonkeyPatch, **changes: Any) -> None:

@@ -144,7 +144,7 @@ class Scheduler:
         self.half.bind(self.manager)
         tier.gathered_tokens = gathered_tokens
         if num_host_blocks is not None:
-            self.half.agree(num_host_blocks)
+            self.half.create_tier(num_host_blocks)
         self.jobs = StepJobs()
 
     def let_go_off(self) -> None:

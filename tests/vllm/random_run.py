@@ -35,7 +35,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below.disk import DiskTier
 
 NUM_TOKENS = 24
 MAX_REQUESTS = 6

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server
+from tests.vllm.halves_below import Server
 
 from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
 

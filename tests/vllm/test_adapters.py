@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.versions import HASHES_ADAPTER_PATH
 from vllm.lora.request import LoRARequest
 

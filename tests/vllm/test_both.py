@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server, folder_on_disk
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, AnySum, keys, serve
 
 from kvstow import ConfigError
@@ -26,10 +26,10 @@ from kvstow.tiers import both as both_tiers
 from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.cuda.kernels import checksum
-from kvstow.vllm import both_worker, shared
-from kvstow.vllm import disk as disk_tier
-from kvstow.vllm.both import BothTier
-from kvstow.vllm.both_worker import BothWorker
+from kvstow.vllm.below import both_worker, shared
+from kvstow.vllm.below import disk as disk_tier
+from kvstow.vllm.below.both import BothTier
+from kvstow.vllm.below.both_worker import BothWorker
 from kvstow.vllm.messages import LowerOrders
 from kvstow.vllm.options import Options
 

@@ -18,13 +18,13 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server, folder_on_disk
 from tests.vllm.halves import BLOCK_SIZE, Step
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.sharing import LONG_S, keys, redis_of
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvstow.vllm import shared
+from kvstow.vllm.below import shared
 from kvstow.vllm.messages import StepJobs, StepReports
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

@@ -80,7 +80,7 @@ class Spread(Scheduler):
         )
         self.half = SchedulerHalf(tier)
         self.half.bind(self.manager)
-        self.half.agree(NUM_BLOCKS)
+        self.half.create_tier(NUM_BLOCKS)
         self.devices, self.workers = [], []
         for rank in range(DCP):
             worker = WorkerHalf(

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
-from tests.vllm.disked import Server, Whose, fill, folder_on_disk
+from tests.vllm.halves_below import Server, Whose, fill, folder_on_disk
 from vllm.lora.request import LoRARequest
 
 from kvstow import ConfigError, StateError
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
-from kvstow.vllm import disk as disk_tier
-from kvstow.vllm import disk_worker
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below import disk as disk_tier
+from kvstow.vllm.below import disk_worker
+from kvstow.vllm.below.disk import DiskTier
 from kvstow.vllm.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own

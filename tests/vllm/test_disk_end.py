@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.tiers.setup import LONG_S
-from tests.vllm.disked import Server, fill, folder_on_disk
+from tests.vllm.halves_below import Server, fill, folder_on_disk
 
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.tiers.sums import ArenaSums
-from kvstow.vllm import disk as disk_tier
-from kvstow.vllm import disk_worker
-from kvstow.vllm.disk_worker import DiskWorker
+from kvstow.vllm.below import disk as disk_tier
+from kvstow.vllm.below import disk_worker
+from kvstow.vllm.below.disk_worker import DiskWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.vllm.disked import folder_on_disk
+from tests.vllm.halves_below import folder_on_disk
 
 from kvstow.tiers import Fingerprint, TierBlocks
 from kvstow.tiers.files import Buffers, Files
 from kvstow.transfer import HostArena
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.transfer.verified import have_device_sums, record_device_sums
-from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.below.disk_worker import DiskWorker, Place
 from kvstow.vllm.messages import LowerJob, LowerOrders
 from kvstow.vllm.options import Options
 

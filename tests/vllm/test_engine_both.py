@@ -13,15 +13,15 @@ import pytest
 from tests.tiers.damage import all_proven
 from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import BLOCK_SIZE, DAMAGE, TOLERANCE, Answer, Engine, difference, prompts
 from tests.vllm.full import full, kinds
+from tests.vllm.halves_below import folder_on_disk
 from tests.vllm.sharing import AnySum, redis_of
 from tests.vllm.test_engine_disk import flip_all_slots
 from tests.vllm.test_engine_shared import damage_all
 
 from kvstow.tiers.slot_store import SlotStore
-from kvstow.vllm.both_worker import BothWorker
+from kvstow.vllm.below.both_worker import BothWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from tests.tiers.damage import all_proven
 from tests.vllm import models
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import (
     BLOCK_SIZE,
     DAMAGE,
@@ -26,6 +25,7 @@ from tests.vllm.engine import (
     prompts,
 )
 from tests.vllm.full import kinds
+from tests.vllm.halves_below import folder_on_disk
 
 from kvstow.tiers.slot_store import SlotStore
 

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from tests.tiers.damage import all_proven
 from tests.vllm import models
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import Engine
 from tests.vllm.full import skip_unless_in_ci
+from tests.vllm.halves_below import folder_on_disk
 from tests.vllm.movers import Unsteady
 from tests.vllm.random_run import NUM_TOKENS, Different, Run, describe
 from tests.vllm.reference import Reference

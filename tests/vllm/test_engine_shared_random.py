@@ -25,8 +25,8 @@ from tests.vllm.sharing import AnySum, redis_of
 from tests.vllm.unsteady_disk import UnsteadyRunner
 
 from kvstow.tiers.framed import HEADER_BYTES
-from kvstow.vllm.shared import SharedTier
-from kvstow.vllm.slow_loads import SlowLoads
+from kvstow.vllm.below.shared import SharedTier
+from kvstow.vllm.below.slow_loads import SlowLoads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 

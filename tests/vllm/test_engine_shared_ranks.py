@@ -145,7 +145,7 @@ def test_two_ranks_load_what_two_others_computed(folder: Path, store: Store) -> 
 
     parts.damage_one_rank()
     # What is not proven changes the answers, although rank 0 has the right parts of all blocks.
-    with running(folder, store, module="tests.vllm.unproven") as control:
+    with running(folder, store, module="tests.vllm.unproven_connector") as control:
         found = answers(control)
         assert [each.num_cached for each in found] == [NUM_HIT] * len(PROMPTS)
         assert difference(found[:2], expected[:2]) < TOLERANCE

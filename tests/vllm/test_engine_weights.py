@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.vllm import models
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.engine import DAMAGE, REST_S, TOLERANCE, Answer, Engine, difference, prompts
 from tests.vllm.full import full
+from tests.vllm.halves_below import folder_on_disk
 from tests.vllm.movers import ChangedMover, LateTicket
 
 from kvstow.transfer import Event, Mover, Ticket

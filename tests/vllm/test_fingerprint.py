@@ -353,7 +353,7 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     assert not variables_module._UNLISTED & envs.environment_variables.keys()
     version = ".".join(map(str, vllm_version.__version_tuple__[:2]))
     assert ("monokernel" in settings(KernelConfig)) == (version not in {"0.30", "0.31", "0.32"})
-    page = (Path(__file__).parents[2] / "docs/reference/connector.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/same-blocks.md").read_text()
     assert set(re.findall(r"`([A-Z]\w+)`", page)) >= variables_module._UNLISTED
 
 

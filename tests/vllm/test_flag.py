@@ -108,7 +108,8 @@ def test_the_manifest_is_consistent() -> None:
     volumes = {volume["name"] for volume in pod["spec"]["volumes"]}
     assert {mount["name"] for mount in vllm["volumeMounts"]} == volumes
     # The container's memory must hold the host tier and the weights while they load.
-    tier = manifest_flag()["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    tier = Options.parse(manifest_flag()["kv_connector_extra_config"]).cpu_bytes_to_use
+    assert tier is not None
     for kind in ("requests", "limits"):
         memory = vllm["resources"][kind]["memory"]
         assert memory.endswith("Gi") and int(memory[:-2]) * GIB >= tier + 16 * GIB
@@ -128,10 +129,12 @@ def test_the_manifest_runs_the_image_that_the_dockerfile_builds() -> None:
     assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
 
 
-def rows(table: str) -> list[list[str]]:
-    """Return the cells of a table of the site, without its head."""
+def rows(tables: str) -> list[list[str]]:
+    """Return the cells of tables of the site, without their heads."""
     return [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in tables.splitlines()
+        if line.startswith("| `")
     ]
 
 

@@ -18,8 +18,8 @@ from typing import Any, cast
 import huggingface_hub
 import pytest
 import torch
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, cache_config
+from tests.vllm.halves_below import folder_on_disk
 from vllm.config import VllmConfig
 
 from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, TierBlocks

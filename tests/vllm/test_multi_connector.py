@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from tests.vllm.engine import TOLERANCE, Engine, difference, poison, prompts
-from tests.vllm.failing import FailingConnector
+from tests.vllm.failing_connector import FailingConnector
 from tests.vllm.full import full
 from tests.vllm.halves import FULL, Step, cache_config, engine_config
+from tests.vllm.handshake_connector import Hand, HandshakeConnector
 from tests.vllm.setting import CONNECTOR
-from tests.vllm.shaking import Hand, ShakingConnector
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -33,8 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 OWN = CONNECTOR | {"kv_connector_extra_config": {"num_cpu_blocks": 400}}
 OTHER = {
-    "kv_connector": "ShakingConnector",
-    "kv_connector_module_path": "tests.vllm.shaking",
+    "kv_connector": "HandshakeConnector",
+    "kv_connector_module_path": "tests.vllm.handshake_connector",
     "kv_role": "kv_both",
 }
 ORDERS = pytest.mark.parametrize("own_at", [0, 1], ids=["kvstow first", "kvstow second"])
@@ -69,7 +69,7 @@ def test_both_connectors_of_a_multi_connector_start(folder: Path, own_at: int) -
     assert meta is not None
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): meta})
     own, other = (scheduler.sub_connectors[at] for at in (own_at, 1 - own_at))
-    assert isinstance(other, ShakingConnector) and other.shaken == {0: Hand(0)}
+    assert isinstance(other, HandshakeConnector) and other.shaken == {0: Hand(0)}
     assert isinstance(own, KVStowConnector)
     assert scheduler.has_pending_push_work()
     worker.bind_connector_metadata(scheduler.build_connector_meta(Step()))
@@ -187,7 +187,7 @@ def test_a_block_that_another_connector_did_not_load_is_not_stored(folder: Path)
     """A second request hits that block in the same step, and then waits until it is computed."""
     other = OTHER | {
         "kv_connector": "FailingConnector",
-        "kv_connector_module_path": "tests.vllm.failing",
+        "kv_connector_module_path": "tests.vllm.failing_connector",
     }
     own = CONNECTOR | {"kv_connector_extra_config": {"num_cpu_blocks": 400}}
     settings = multi(0) | {"kv_connector_extra_config": {"connectors": [own, other]}}

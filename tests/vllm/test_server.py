@@ -133,7 +133,7 @@ def test_damage_to_loaded_blocks_fails_the_check(
     """The negative control: an equal server with one loaded block in ten damaged."""
     connector: dict[str, Any] = {
         "kv_connector": "DamagingConnector",
-        "kv_connector_module_path": "tests.vllm.damaging",
+        "kv_connector_module_path": "tests.vllm.damaging_connector",
         "kv_connector_extra_config": {"num_cpu_blocks": NUM_HOST_BLOCKS},
     }
     cases = ("TC1", "TC2", "TC3", "TC5")

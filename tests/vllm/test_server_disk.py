@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.vllm.disked import folder_on_disk
 from tests.vllm.full import full
+from tests.vllm.halves_below import folder_on_disk
 from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, check, prompts, server
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
@@ -102,7 +102,7 @@ def test_blocks_that_one_of_two_ranks_has_damaged_are_computed(
         damage(disk / "rank1-of-2")
         # A control keeps what it has read on the host, and writes none of it to the disk again.
         control = server(
-            folder, tmp_path / "control", options, *flags, module="tests.vllm.unproven"
+            folder, tmp_path / "control", options, *flags, module="tests.vllm.unproven_connector"
         )
         with control as trusting:
             for prompt, known in zip(asked, expected, strict=True):

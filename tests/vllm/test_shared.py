@@ -31,10 +31,10 @@ from kvstow import ConfigError
 from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.transfer.cuda.kernels import checksum
-from kvstow.vllm import shared
+from kvstow.vllm.below import shared
+from kvstow.vllm.below.shared import Questions, SharedTier
+from kvstow.vllm.below.shared_worker import SharedWorker
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared import Questions, SharedTier
-from kvstow.vllm.shared_worker import SharedWorker
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -25,9 +25,9 @@ from tests.vllm.sharing import (
 from vllm.lora.request import LoRARequest
 
 from kvstow.tiers.framed import HEADER_BYTES, NAMESPACE_BYTES
-from kvstow.vllm import shared
-from kvstow.vllm.below import LowerTier
-from kvstow.vllm.shared import SharedTier
+from kvstow.vllm.below import shared
+from kvstow.vllm.below.lower_tier import LowerTier
+from kvstow.vllm.below.shared import SharedTier
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -72,7 +72,7 @@ def test_a_block_of_another_kind_would_be_seen(
 ) -> None:
     """The negative control: one name for all."""
     monkeypatch.setattr(shared, "salted", lambda digest, salt: b"n" * NAMESPACE_BYTES)
-    monkeypatch.setattr("kvstow.vllm.shared_worker.salted", lambda digest, salt: b"n" * 16)
+    monkeypatch.setattr("kvstow.vllm.below.shared_worker.salted", lambda digest, salt: b"n" * 16)
     monkeypatch.setattr(shared, "hash_start", lambda: START_A)
     assert serve(started(), "p") == 0
     server = started(**as_another(case, monkeypatch))
@@ -90,7 +90,7 @@ def test_ranks_do_not_take_the_blocks_of_each_other(
     assert serve(started(num_ranks=2), "p") == 0
     assert serve(started(num_ranks=2), "p") == NUM_HIT
     store.command("FLUSHALL")
-    monkeypatch.setattr("kvstow.vllm.shared_worker.salted", lambda digest, salt: b"n" * 16)
+    monkeypatch.setattr("kvstow.vllm.below.shared_worker.salted", lambda digest, salt: b"n" * 16)
     monkeypatch.setattr(shared, "salted", lambda digest, salt: b"n" * NAMESPACE_BYTES)
     assert serve(started(num_ranks=2), "p") == 0
     with pytest.raises(AssertionError, match="wrong bytes"):

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 from tests.tiers.resp.server import Server as Store
-from tests.vllm.disked import Server, folder_on_disk
 from tests.vllm.halves import FULL, Scheduler
+from tests.vllm.halves_below import Server, folder_on_disk
 from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, serve
 from vllm.v1.request import Request
 
 from kvstow import ConfigError
+from kvstow.vllm.below.slow_loads import LOADS_PER_PROBE, SlowLoads
 from kvstow.vllm.options import Options
-from kvstow.vllm.slow_loads import LOADS_PER_PROBE, SlowLoads
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 

@@ -17,7 +17,7 @@ from tests.vllm.movers import Unsteady
 
 from kvstow.tiers import Fingerprint, TierTicket
 from kvstow.tiers.runner import TierRunner
-from kvstow.vllm.disk_worker import DiskWorker
+from kvstow.vllm.below.disk_worker import DiskWorker
 
 
 @dataclass

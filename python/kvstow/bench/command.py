@@ -71,7 +71,7 @@ def accounting(output: Output, blocks: int, turns: int) -> int:
     rivals: dict[str, Maker] = {}
     if importlib.util.find_spec("vllm") is not None:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        from kvstow.vllm.rival import VllmSide  # noqa: PLC0415 - optional, and slow to import
+        from kvstow.vllm.bench_side import VllmSide  # noqa: PLC0415 - optional, and slow to import
 
         rivals["vllm"] = VllmSide
     rows = measure_accounting(blocks, turns, rivals)
@@ -93,10 +93,10 @@ def accounting(output: Output, blocks: int, turns: int) -> int:
 @_turns
 @with_output
 def copy(output: Output, device: str, size: str, turns: int) -> int:
-    """Time copies between the device and host memory, beside one long copy.
+    """Time copies between the device and host memory.
 
-    The speeds are the best of all turns. The measurement takes host memory of about eight times
-    the size.
+    It also times one long copy. The speeds are the best of all turns. The measurement takes host
+    memory of about eight times the size.
 
     The exit status is 0 for success, 1 if a copied byte is wrong, 2 for bad usage or too little
     memory, and 74 if the output cannot be written.
@@ -125,10 +125,10 @@ def copy(output: Output, device: str, size: str, turns: int) -> int:
 @_turns
 @with_output
 def disk(output: Output, folder: Path, size: str, turns: int) -> int:
-    """Time a slot file: blocks go to a file in the folder PATH, and come back.
+    """Time a slot file in the folder PATH.
 
-    The command makes the file, of 32 blocks, and removes it at the end. It says if the file system
-    takes no direct I/O. The speeds are then those of memory.
+    Blocks go to the file and come back. The command makes the file, of 32 blocks, and removes it at
+    the end. It says if the file system takes no direct I/O. The speeds are then those of memory.
 
     The times are the median of all turns, and the GB/s those of the best one.
 
@@ -163,10 +163,11 @@ def disk(output: Output, folder: Path, size: str, turns: int) -> int:
 @store_options
 @with_output
 def shared(output: Output, url: str, size: str, turns: int, **store: Any) -> int:
-    """Time a shared store: blocks go to the servers of URL, and come back.
+    """Time a shared store at URL.
 
-    URL is what the shared tier takes, for example redis://HOST:PORT/DB or mooncake://HOST:PORT. The
-    blocks have keys of their own, and are deleted at the end.
+    Blocks go to the store and come back. URL is what the shared tier takes, for example
+    redis://HOST:PORT/DB or mooncake://HOST:PORT. The blocks have keys of their own, and are deleted
+    at the end.
 
     The times are the median of all turns, and the GB/s those of the best one.
 

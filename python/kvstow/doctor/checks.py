@@ -125,7 +125,9 @@ def _machine() -> Iterable[Finding]:
         else f"{free / 2**30:.1f} GiB of free memory"
     )
     figures = {"num_cpus": num_cpus, "free_bytes": free}
-    yield Finding("machine", "ok", f"{num_cpus} CPUs and {memory}.", figures=figures)
+    yield Finding(
+        "machine", "ok", f"{num_cpus} CPU{'s' * (num_cpus != 1)} and {memory}.", figures=figures
+    )
 
 
 def _locked_memory() -> Iterable[Finding]:

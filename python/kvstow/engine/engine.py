@@ -487,8 +487,8 @@ class Engine(Closing):
         """End the copies that are done, then fail those that are late. Never blocks.
 
         It also begins the reads and writes below the host that are due. A lazy engine begins the
-        store of blocks that requests have given up. It reports what a call that raised had found,
-        and after a sleep what ended then.
+        store of blocks that requests have given up. If an earlier call raised, this one reports
+        what that call had found. After a sleep it reports what has ended meanwhile.
 
         Raises:
             StateError: this engine sleeps or is closed.
@@ -562,8 +562,8 @@ class Engine(Closing):
         after a restart, and a shared tier shares nothing with other servers. An engine with such a
         tier does not sleep in a file before another reset names the weights.
 
-        After an interrupt in it, call it again. Before that, an engine without a tier below the
-        host takes no `weights_version` in `sleep`.
+        If an exception interrupts this call, call it again. Until then `sleep` of an engine without
+        a tier below the host refuses a `weights_version`.
 
         Args:
             weights_version: name of the weights from now on. Call this when they are in place. The
@@ -767,7 +767,7 @@ class Engine(Closing):
         requests: bool = False,
         block_ids: BlockIds = "same",
     ) -> Awake:
-        """Fill this new engine with what another one, of another process say, slept with in a file.
+        """Fill this new engine from a file that another engine slept in, also of another process.
 
         The engine maps the file as its host memory, copy-on-write, and reads nothing before it
         needs it. So host hits are served at once. The first load of a slot compares it with its

@@ -203,7 +203,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one parameter per option
     png: str | None,
     csv_file: str | None,
 ) -> int:
-    """Find the size of host memory that is worth it for a request trace.
+    """Find the size of host memory that is worth it for a trace.
 
     TRACE is a file that kvstow replay reads, one of JSON lines with token ids, or - for standard
     input. Several files count as one trace, in the order of the arrivals. Without TRACE, the

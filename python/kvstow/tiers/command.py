@@ -33,7 +33,7 @@ _PATH = click.argument("path")
 
 @click.group()
 def tier() -> None:
-    """Inspect, verify or empty the slot file of a disk tier, or a shared store."""
+    """Inspect, verify or empty a slot file or a shared store."""
 
 
 @tier.command()
@@ -65,7 +65,7 @@ def info(output: Output, place: str, **store: Any) -> int:
 @_PATH
 @with_output
 def verify(output: Output, path: str) -> int:
-    """Read every block of the slot file PATH, and compare it with its checksum.
+    """Compare every block of the slot file PATH with its checksum.
 
     Stop the server first. The exit status is 0 if all blocks are sound, 1 if one is not, 2 for bad
     usage, a missing file or a file in use, and 74 if it cannot be opened.
@@ -104,7 +104,7 @@ def verify(output: Output, path: str) -> int:
 @store_options
 @with_output
 def reset(output: Output, place: str, fingerprint: str | None, **store: Any) -> int:
-    """Drop every block of a slot file, or all blocks of one model from a shared store.
+    """Drop all blocks of a slot file, or of one model in a store.
 
     PLACE is the path of the slot file, which keeps its size, or the URL of the store. Stop the
     server of a slot file first. No loss of power brings the blocks back. Servers of a shared store

@@ -4,18 +4,16 @@
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
     "kv_connector_module_path": "kvstow.vllm", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"cpu_bytes_to_use": 34359738368}}'
+    "kv_connector_extra_config": {"cpu_bytes_to_use": "32GiB"}}'
 ```
 
 vLLM calls `connector`, and `settings` checks its configuration. The connector's halves are
 `scheduler` and `worker`, which exchange `messages`. The scheduler half has parts: `loads`,
 `stores`, `steps`, `sleep`, `requests`, `tracked`, `transfers`, `tier`, `lazy_queue`. `observe`
 watches the requests for the statistics of `shadow` and the trace of `record`.
-Each tier below the host has a part of each half: `disk` and `disk_worker`, `shared` and
-`shared_worker`, and `both` and `both_worker` for a disk before a shared store. `below` and
-`below_worker` have what these share, `identity` says whose blocks a tier holds, and `slow_loads`
-which loads are not worth the wait. `secondary_tier` is a disk tier for vLLM's own
-`OffloadingConnector`. This is the only folder that imports vLLM.
+The folder `below` has both halves of the tiers below the host, and `identity` says whose blocks
+such a tier holds. `secondary_tier` is a disk tier for vLLM's own `OffloadingConnector`, and
+`accelerate` replaces functions of vLLM by faster ones. This is the only folder that imports vLLM.
 
 May import: kvstow, kvstow._core, kvstow.arguments, kvstow.build, kvstow.memory,
 kvstow.observability, kvstow.sizes, kvstow.tiers, kvstow.transfer.

@@ -81,25 +81,37 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         options = Options.parse(self._kv_transfer_config.kv_connector_extra_config)
         settings.check(vllm_config, options)
         parallel = vllm_config.parallel_config
-        model = self._model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
+        self._model = Model.of(kv_cache_config, parallel.decode_context_parallel_size)
         self._reporter: StatsReporter | None = None
         self._host_events: HostEvents | None = None
         self._event_file: EventFile | None = None
         if role == KVConnectorRole.WORKER:
-            settings.log_transfer(vllm_config)
-            self._worker: WorkerHalf = (IdleWorker if options.observe else WorkerHalf)(
-                model,
-                options,
-                rank=rank_in_engine(parallel),
-                world_size=parallel.world_size,
-                # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
-                # that share this machine do not count.
-                num_local_ranks=parallel.local_world_size
-                * max(parallel.data_parallel_size_local, 1),
-                replicas=Replicas.of(vllm_config, kv_cache_config),
-                identity=Identity.of(vllm_config, options),
-            )
-            return
+            self._worker = self._worker_half(vllm_config, kv_cache_config, options)
+        else:
+            self._scheduler = self._scheduler_half(vllm_config, kv_cache_config, options)
+
+    def _worker_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+    ) -> WorkerHalf:
+        settings.log_transfer(vllm_config)
+        parallel = vllm_config.parallel_config
+        return (IdleWorker if options.observe else WorkerHalf)(
+            self._model,
+            options,
+            rank=rank_in_engine(parallel),
+            world_size=parallel.world_size,
+            # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
+            # that share this machine do not count.
+            num_local_ranks=parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
+            replicas=Replicas.of(vllm_config, kv_cache_config),
+            identity=Identity.of(vllm_config, options),
+        )
+
+    def _scheduler_half(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, options: Options
+    ) -> SchedulerHalf:
+        """Return the half, and create what beside it watches requests and writes events."""
+        model, parallel = self._model, vllm_config.parallel_config
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if model.tokens_per_hash % tokens_per_hash:
             raise ConfigError(
@@ -120,11 +132,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             self._event_file = EventFile(path_of_engine(options.events_path, parallel))
         model = replace(model, tokens_per_vllm_hash=tokens_per_hash)
         self._observer = Observer.of(vllm_config, kv_cache_config, model, options)
-        self._scheduler: SchedulerHalf
         if options.observe:
-            self._scheduler = cast("SchedulerHalf", IdleScheduler(options, parallel.world_size))
-            return
-        speculative = vllm_config.speculative_config
+            return cast("SchedulerHalf", IdleScheduler(options, parallel.world_size))
         tier = HostTier(
             model,
             options,
@@ -133,11 +142,11 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             gathered_tokens=GATHERED_TOKENS,
             events=self._host_events is not None or self._event_file is not None,
         )
-        self._scheduler = SchedulerHalf(
+        return SchedulerHalf(
             tier,
             stores_sessions=_hashes_sessions_correctly(
                 vllm_version.__version_tuple__[:2],
-                has_drafts=speculative is not None,
+                has_drafts=vllm_config.speculative_config is not None,
                 has_states=model.has_states,
             ),
             host_events=self._host_events,

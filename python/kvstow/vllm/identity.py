@@ -12,8 +12,8 @@ and what prevents it:
 - Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded,
   or a file of the version that was written meanwhile: private, if anything changed since the
   process began (`last_change`).
-- Weights that changed in place: a reset, which draws a new generation (`disk`) or new names
-  (`shared`).
+- Weights that changed in place: a reset, which draws a new generation (`below.disk`) or new
+  names (`below.shared`).
 - Another adapter under the same name: requests with adapters take nothing from below
   (`LowerTier.lookup`).
 - Other shapes of the same numbers (dtype, attention backend, parallel ranks, block sizes, another

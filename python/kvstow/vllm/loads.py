@@ -13,7 +13,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvstow import KvstowError
 from kvstow.vllm.adapters import Adapters
-from kvstow.vllm.below import LowerTier
+from kvstow.vllm.below.lower_tier import LowerTier
 from kvstow.vllm.requests import Requests
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.tracked import TrackedRequest

@@ -151,8 +151,10 @@ class Options:
         weights_version_path: a file that names the served weights. kvstow reads it at each reset,
             also of vLLM's own cache alone, and empties the tier if the content has changed. Needs
             `preserve_on_sleep`.
-        observe: keep no tier, and only report the hit ratios that host tiers of several sizes would
-            have. Not with `disk_path` or `shared`.
+        accelerate: replace three functions of vLLM with faster ones that have the same results, for
+            versions of vLLM that kvstow knows.
+        observe: keep no tier and copy nothing, and only report the hit ratios that host tiers of
+            several sizes would have. Not with `disk_path` or `shared`.
         observe_gib: a size in GiB. The ratios are those of tiers of 0.5, 1, 2, 4 and 8 times this
             size. The default is the size of the host tier.
         observe_half_life_s: seconds after which a lookup counts half in these ratios.
@@ -160,8 +162,12 @@ class Options:
             replay`. It has lengths, times and salted block ids, and neither tokens nor texts.
         record_trace_bytes: at this size, 1 MiB at least, the trace moves to `record_trace` with
             `.1` added, and a new one begins.
-        accelerate: replace three functions of vLLM with faster ones that have the same results, for
-            versions of vLLM that kvstow knows.
+        min_promote_tokens: a request waits for a tier below the host only if the tier adds this
+            many tokens.
+        promote_timeout_s: seconds after which a request goes on without what the tier still reads.
+        skip_slow_loads: let no request wait for a tier below the host while its loads take longer
+            than computing. One slow load in 16 takes place, because the tier may be faster again.
+            Runs then depend on the clock.
         disk_path: a folder on a local disk for what falls off host memory. A restarted server finds
             its blocks there. Needs `disk_bytes_to_use`.
         disk_bytes_to_use: disk space of an engine, reserved at the start and divided equally among
@@ -172,19 +178,13 @@ class Options:
             their turn, and are lost if the host evicts them first. When the server ends, its
             workers write at once what this allows in `disk_flush_s`. With `shared`, it also bounds
             what the disk keeps of what the store brought. Default: no bound.
-        min_promote_tokens: a request waits for a tier below the host only if the tier adds this
-            many tokens.
-        promote_timeout_s: seconds after which a request goes on without what the tier still reads.
-        skip_slow_loads: let no request wait for a tier below the host while its loads take longer
-            than computing. One slow load in 16 takes place, because the tier may be faster again.
-            Runs then depend on the clock.
         disk_on_mismatch: what to do with files of another model, version or layout. "reset" empties
             them, and logs what differs. "refuse" ends the start with an error.
         disk_flush_s: seconds for which an idle server goes on writing blocks that are due, before
             vLLM rests or sleeps. When the server ends, its workers write for as long what only the
             host has, if vLLM lets them (`--shutdown-timeout`).
-        shared: URL of a store that servers of one model share, without a password:
-            "redis://HOST:PORT", "rediss://" for TLS, or "mooncake://HOST:PORT".
+        shared: URL of a store that servers of one model share: "redis://HOST:PORT", "rediss://" for
+            TLS, or "mooncake://HOST:PORT". A URL with a password is refused.
         shared_password_file: a file with the store's password, which each new connection reads
             again. The default is the environment variable KVSTOW_SHARED_PASSWORD. The user is
             KVSTOW_SHARED_USERNAME in both cases.
@@ -221,19 +221,19 @@ class Options:
     events_path: str | None = option(None, read_path)
     preserve_on_sleep: bool = option(False, read_flag)
     weights_version_path: str | None = option(None, read_path)
+    accelerate: bool = option(False, read_flag)
     observe: bool = option(False, read_flag)
     observe_gib: float | None = option(None, read_number_of("GiB"))
     observe_half_life_s: float = option(3600.0, read_seconds)
     record_trace: str | None = option(None, read_path)
     record_trace_bytes: int = option(DEFAULT_TRACE_BYTES, read_trace_bytes)
-    accelerate: bool = option(False, read_flag)
+    min_promote_tokens: int = option(256, read_count(0))
+    promote_timeout_s: float = option(5.0, read_seconds)
+    skip_slow_loads: bool = option(False, read_flag)
     disk_path: str | None = option(None, read_path)
     disk_bytes_to_use: int | None = option(None, read_size)
     disk_admit: Literal["all", "returned"] = option("all", read_choice("all", "returned"))
     disk_max_write_bytes_per_s: int | None = option(None, read_size)
-    min_promote_tokens: int = option(256, read_count(0))
-    promote_timeout_s: float = option(5.0, read_seconds)
-    skip_slow_loads: bool = option(False, read_flag)
     disk_on_mismatch: Literal["refuse", "reset"] = option("reset", read_choice("refuse", "reset"))
     disk_flush_s: float = option(3.0, read_seconds)
     shared: str | None = option(None, read_url)

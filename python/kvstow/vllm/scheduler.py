@@ -12,7 +12,7 @@ no room for a request  may it preempt? ... has_pending_block_frees         store
 nothing left to run    may it rest? ...... has_pending_push_work           sleep
 reset of the caches    ................... reset_cache                     sleep
 
-loads, steps, sleep -> stores -> requests, transfers -> tracked, tier -> disk, shared, both -> below
+loads, steps, sleep -> stores -> requests, transfers -> tracked, tier -> below
 ```
 
 A block is stored under a key only if it holds the KV of the key's tokens. vLLM keys blocks when it
@@ -118,7 +118,7 @@ class SchedulerHalf:
         version = WeightsVersion(tier.options.weights_version_path)
         self.sleep = Sleep(*parts, stores, adapters, version)
         self.bind = tier.bind
-        self.agree = tier.agree
+        self.create_tier = tier.create
         self.holds_freed_blocks = self._guard(self._holds_freed_blocks)
         self.lookup = self._guard(self._lookup)
         self.allocated = self._guard(self.loads.allocated)

@@ -25,13 +25,13 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 from kvstow import OffloadScheduler, StateError
 from kvstow.observability.events import BlockEvent, TransferEvent
-from kvstow.vllm.below import LowerTier
-from kvstow.vllm.both import BothTier
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below.both import BothTier
+from kvstow.vllm.below.disk import DiskTier
+from kvstow.vllm.below.lower_tier import LowerTier
+from kvstow.vllm.below.shared import SharedTier
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared import SharedTier
 
 # Per group, the block table of each request.
 Tables: TypeAlias = Sequence[Mapping[str, list[KVCacheBlock]]]
@@ -141,7 +141,7 @@ class HostTier:
                 )
         if self.offload is not None or len(self._capacities) < self.world_size:
             return False
-        self.agree(min(self._capacities.values()))
+        self.create(min(self._capacities.values()))
         return True
 
     def is_awaited(self) -> bool:
@@ -168,7 +168,7 @@ class HostTier:
             )
         return False
 
-    def agree(self, num_host_blocks: int) -> None:
+    def create(self, num_host_blocks: int) -> None:
         """Create the accounting of the tier, as large as every rank has memory for.
 
         It numbers its jobs from the start, so no job of an earlier tier may be in flight.

@@ -33,15 +33,15 @@ from kvstow.transfer import (
 from kvstow.transfer.arena import shared_bytes
 from kvstow.transfer.mover import Direction
 from kvstow.transfer.shared import SharedMemory
-from kvstow.vllm.below_worker import LowerWorker
-from kvstow.vllm.both_worker import BothWorker
-from kvstow.vllm.disk_worker import DiskWorker, Place, check_disk
+from kvstow.vllm.below.both_worker import BothWorker
+from kvstow.vllm.below.disk_worker import DiskWorker, Place, check_disk
+from kvstow.vllm.below.lower_worker import LowerWorker
+from kvstow.vllm.below.shared_worker import Membership, SharedWorker
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.replicas import Replicas
-from kvstow.vllm.shared_worker import Membership, SharedWorker
 from kvstow.vllm.stats import ConnectorStats
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 //! The scheduler names device blocks and never owns them. A [`Job`] says which device blocks to pin
 //! while it is in flight, and [`OffloadScheduler::complete`] which ones to unpin. `tier` owns the
 //! slots; `request`, `store`, `step`, `lazy`, `load` and `job` are the life of a request's blocks.
-//! `disk` owns the disk tier and its jobs.
+//! `disk` owns the tier below the host and its jobs: a disk, a shared store, or both.
 //!
 //! May import: error, event, group, ids, key, ledger, pool, requests.
 

@@ -1,4 +1,5 @@
-//! The disk tier: what it holds, and the jobs that copy between the host and the disk.
+//! The tier below the host, called the disk here: what it holds, and the jobs between the two.
+//! A shared store takes the place of the disk, or has what the disk lacks; `claim` says how.
 //!
 //! ```text
 //!   [ device ] -- store --> [ host ] -- demote --> [ disk ]      a demoted block stays on the host

@@ -24,7 +24,7 @@ How a wrong block could be served, and what prevents it:
   key in it, by the same write: each write has a number above those of all records.
 - The server ends, and a rank writes what only the host has (`DiskWorker`), while another rank has
   other plans: each plan has numbers of its own, so the ranks do not agree on these slots.
-- What the jobs could do wrong: `below`.
+- What the jobs could do wrong: `lower_tier`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from kvstow import OffloadScheduler
 from kvstow.tiers import SlotRecords, TierBlocks
 from kvstow.tiers.tier import MODES
 from kvstow.tiers.warm import adopt, agreed
-from kvstow.vllm.below import LowerTier
+from kvstow.vllm.below.lower_tier import LowerTier
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 
 logger = logging.getLogger("vllm." + __name__)

@@ -28,9 +28,9 @@ from kvstow import OffloadScheduler, TierJob
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers.budget import Budget
 from kvstow.tiers.tier import Mode, least_mode
+from kvstow.vllm.below.slow_loads import SlowLoads
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Options
-from kvstow.vllm.slow_loads import SlowLoads
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -23,7 +23,7 @@ class Nothing(KVConnectorMetadata):
     pass
 
 
-class ShakingConnector(KVConnectorBase_V1, SupportsHMA):
+class HandshakeConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves nothing. `shaken` has the metadata that the scheduler side got."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

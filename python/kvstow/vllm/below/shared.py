@@ -23,7 +23,7 @@ How a wrong block could be served, and what prevents it:
   the chains and the name of the algorithm are part of the names. A start that is random is private.
 - The fingerprint does not cover the weights (`Identity.why_private`): the salt is random.
 - A request asks, and another one with its id gets the answer: answers are kept by request object.
-- What the jobs could do wrong: `below`.
+- What the jobs could do wrong: `lower_tier`.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from kvstow.tiers.framed import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES
 from kvstow.transfer import HostArena
-from kvstow.vllm.below import LowerTier
+from kvstow.vllm.below.lower_tier import LowerTier
+from kvstow.vllm.below.shared_worker import opened
 from kvstow.vllm.messages import LowerOrders, LowerReport
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared_worker import opened
 
 logger = logging.getLogger("vllm." + __name__)
 

@@ -34,7 +34,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvstow.tiers import Fingerprint
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below.disk import DiskTier
 from kvstow.vllm.messages import StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options

@@ -48,7 +48,7 @@ from kvstow.tiers.files import Files
 from kvstow.tiers.opening import check_place
 from kvstow.tiers.tier import Tier
 from kvstow.transfer import HostArena
-from kvstow.vllm.below_worker import LowerWorker
+from kvstow.vllm.below.lower_worker import LowerWorker
 from kvstow.vllm.messages import RECORDS_PER_STEP, LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import WHERE, Options
 

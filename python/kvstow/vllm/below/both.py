@@ -30,9 +30,9 @@ from kvstow import OffloadScheduler
 from kvstow.tiers import TierStats
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES, least_mode
-from kvstow.vllm.disk import DiskTier
+from kvstow.vllm.below.disk import DiskTier
+from kvstow.vllm.below.shared import StoreTier
 from kvstow.vllm.messages import LowerOrders, LowerReport
-from kvstow.vllm.shared import StoreTier
 
 
 @dataclass

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from tests.vllm.shaking import ShakingConnector
+from tests.vllm.handshake_connector import HandshakeConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
 
@@ -14,7 +14,7 @@ class Missing(KVConnectorMetadata):
     block_ids: set[int] = field(default_factory=set)
 
 
-class FailingConnector(ShakingConnector):
+class FailingConnector(HandshakeConnector):
     """Loads nothing for one request, and says so of the first block. `offered` has its tokens."""
 
     offered: ClassVar[int] = 0

@@ -1,4 +1,4 @@
-"""vLLM's own accounting of blocks, without engine or model, to compare with kvstow's."""
+"""vLLM's own accounting of blocks, without engine or model, for benchmarks beside kvstow's."""
 
 from __future__ import annotations
 

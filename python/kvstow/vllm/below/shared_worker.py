@@ -26,7 +26,7 @@ from kvstow.tiers.framed import salted
 from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
 from kvstow.transfer.verified import have_device_sums
-from kvstow.vllm.below_worker import LowerWorker, some_of
+from kvstow.vllm.below.lower_worker import LowerWorker, some_of
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Options, of_shared_options
 

@@ -25,11 +25,11 @@ from kvstow.tiers.budget import Budget
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
-from kvstow.vllm.below_worker import Counted
-from kvstow.vllm.disk_worker import DiskWorker, Place
+from kvstow.vllm.below.disk_worker import DiskWorker, Place
+from kvstow.vllm.below.lower_worker import Counted
+from kvstow.vllm.below.shared_worker import Membership, StorePart, opened
 from kvstow.vllm.messages import LowerJob, LowerOrders, LowerReport
 from kvstow.vllm.options import Options
-from kvstow.vllm.shared_worker import Membership, StorePart, opened
 
 
 class BothWorker(DiskWorker):
