@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -161,21 +161,39 @@ def logged_by_a_server() -> list[str]:
     """Return the texts of the warnings and errors that kvstow may log behind vLLM."""
     parts = ("vllm", "tiers", "observability")
     files = [path for part in parts for path in (ROOT / "python/kvstow" / part).rglob("*.py")]
-    logged = [text for path in files for text in problems(path.read_text())]
-    assert len(logged) > 25
+    trees = [ast.parse(path.read_text()) for path in files]
+    named = {name: text for tree in trees for name, text in constants(tree)}
+    logged = [text for tree in trees for text in problems(tree, named)]
+    assert len(logged) > 40
     return logged
 
 
-def problems(source: str) -> Iterator[str]:
+def constants(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names of a module, each with what it stands for."""
+    for node in tree.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value:
+            yield node.target.id, node.value
+
+
+def problems(tree: ast.Module, named: Mapping[str, ast.expr]) -> Iterator[str]:
     """Yield the texts that a program logs as warnings and errors."""
-    for node in ast.walk(ast.parse(source)):
+
+    def texts(node: ast.expr) -> Iterator[str]:
+        if isinstance(node, ast.IfExp):
+            yield from texts(node.body)
+            yield from texts(node.orelse)
+        else:
+            text = named[node.id] if isinstance(node, ast.Name) else node
+            yield from strings(ast.unparse(text))
+
+    for node in ast.walk(tree):
         if (
             isinstance(node, ast.Call)
             and isinstance(node.func, ast.Attribute)
             and node.func.attr in ("warning", "error", "exception", "critical")
             and ast.unparse(node.func.value).lower().lstrip("_") in ("log", "logger")
         ):
-            yield from strings(ast.unparse(node.args[0]))
+            yield from texts(node.args[0])
 
 
 def plain(text: str) -> str:

@@ -51,8 +51,8 @@ class Health:
     def failed(self, error: Exception, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has failed."""
         if self._breaker(node, kind).failed():
-            text = _TAKES_NO_PUTS if kind == "put" else FAILS
-            logger.warning(text, node or self._address, reason(error))
+            at = node or self._address
+            logger.warning(_TAKES_NO_PUTS if kind == "put" else FAILS, at, reason(error))
 
     def succeeded(self, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has answered."""
