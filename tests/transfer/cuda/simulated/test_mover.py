@@ -289,6 +289,34 @@ def test_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
             assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
 
 
+def test_stores_beside_compute_share_one_pace() -> None:
+    with bench() as setup:
+        clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
+        after = busy(setup)
+        first = setup.mover.store([1], [0], after=after)
+        second = setup.mover.store([2], [1], after=after)
+        assert launched == [1], "the first store has used all that may be queued at once"
+        clock.now_s += 0.001
+        assert not second.poll()
+        assert launched == [1, 1]
+        for ticket in (first, second):
+            setup.land(ticket)
+
+
+def test_pause_between_stores_earns_no_more_than_a_burst() -> None:
+    with bench() as setup:
+        clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
+        for _ in range(2):
+            launched.clear()
+            clock.now_s += 100
+            after = busy(setup)
+            ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+            assert launched == [1]
+            clock.now_s += 100
+            setup.land(ticket)
+            assert launched == [1, 2, 2, 1], "a step of that length earns them all"
+
+
 def test_store_without_compute_and_load_are_queued_at_once() -> None:
     with bench() as setup:
         paced(setup, bytes_per_ms=1)
@@ -569,6 +597,21 @@ def test_close_carries_out_runnable_jobs_and_fails_the_others() -> None:
                 setup.land(ticket)
         with pytest.raises(StateError, match="closed"):
             setup.mover.store([1], [0], after=READY)
+
+
+def test_close_leaves_the_jobs_of_another_mover_alone() -> None:
+    with bench() as setup:
+        filled = HostEvent()
+        with CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed") as other:
+            waiting = other.store([1], [0], after=filled)
+            flying = other.store([2], [1], after=setup.after())
+            setup.mover.close()
+            assert not waiting.poll(), "close fails its own jobs only"
+            filled.set()
+            for ticket in (flying, waiting):
+                setup.land(ticket)
+        for block in (1, 2):
+            assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
 
 
 def test_movers_share_a_link_that_the_last_one_closes() -> None:
