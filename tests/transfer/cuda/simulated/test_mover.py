@@ -46,6 +46,7 @@ from kvstow.transfer.cuda.sums import SumRing
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
 REFUSED, LOST = "cudaError 1:", "cudaError 700:"
+LOADS = ("packed", "load"), ("direct", "load")
 
 
 def device_memory(runtime: CudaRuntime, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -397,6 +398,24 @@ def test_store_releases_its_source_before_it_ends() -> None:
         assert ticket.error is None
 
 
+@pytest.mark.parametrize(("path", "direction"), [("direct", "store"), *LOADS])
+def test_copy_without_staging_releases_its_source_at_its_end(path: Path, direction: str) -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path=path) as mover,
+    ):
+        after = setup.after()
+        ticket = (
+            mover.store([1, 2, 3], range(3), after=after)
+            if direction == "store"
+            else mover.load(range(3), [1, 2, 3], after=after)
+        )
+        assert not ticket.source_released(), "no copy has run yet"
+        while library.step():
+            assert ticket.source_released() == ticket.poll()
+        assert ticket.source_released()
+
+
 def test_job_begins_when_its_host_event_has_happened() -> None:
     with bench() as setup:
         filled = HostEvent()
@@ -485,6 +504,14 @@ def test_jobs_wait_for_room_for_their_sums_and_keep_their_order() -> None:
         setup.land(tickets[3])
         for block in ids:
             assert (setup.block(block) == block - 1).all()
+
+
+def test_sums_of_a_load_of_more_blocks_than_slots_have_room() -> None:
+    with bench(verify=True, num_slots=2) as setup:
+        setup.land(setup.mover.store([1, 2], [0, 1], after=setup.after()))
+        setup.land(setup.mover.load([0, 1, 0, 1, 0, 1], range(3, 9), after=setup.after()))
+        for block in range(3, 9):
+            assert np.array_equal(setup.block(block), setup.block(2 - block % 2))
 
 
 def test_sums_of_jobs_in_flight_do_not_overlap() -> None:
