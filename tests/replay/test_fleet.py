@@ -7,6 +7,7 @@ import io
 import json
 import random
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_a_small_store_loses_blocks_and_the_fleet_goes_on(seed: int) -> None:
     small = Fleet(host_blocks=30, shared_blocks=40).serve(trace, 3, is_shared=True)
     alone = Fleet(host_blocks=30).serve(trace, 3, is_shared=False)
     assert hits(alone) <= hits(small) < hits(large), f"seed {seed}"
+    assert small.lost > large.lost == 0, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -112,6 +114,33 @@ def test_one_server_gets_all_blocks_that_are_asked_for() -> None:
     for num_servers, busiest in (1, 4), (2, 3):
         figures = Fleet(host_blocks=8).serve(trace, num_servers, is_shared=True)
         assert (figures.asked, figures.busiest) == (4, busiest)
+
+
+def test_the_policy_of_a_fleet_is_that_of_its_servers() -> None:
+    trace = sessions(0)
+    lru, density = (
+        Fleet(host_blocks=30, policy=policy).serve(trace, 1, is_shared=False)
+        for policy in ("lru", "hit-density")
+    )
+    assert lru.asked == density.asked
+    assert lru.host_hits != density.host_hits
+
+
+def test_a_row_has_the_figures_of_both_fleets_and_each_request_is_reported() -> None:
+    trace = sessions(0, num_requests=60)
+    num_served = 0
+
+    def served() -> None:
+        nonlocal num_served
+        num_served += 1
+
+    for row in serve_all(Fleet(host_blocks=30), trace, [1, 3], served):
+        shown = row.as_json()
+        for name, figures in ("alone", row.alone), ("shared", row.shared):
+            expected = asdict(figures) | {"hit_ratio": hits(figures) / figures.asked}
+            assert shown[name] == expected
+        assert hits(row.alone) < hits(row.shared)
+    assert num_served == 2 * 2 * len(trace.requests)
 
 
 def test_the_store_drops_what_was_used_longest_ago() -> None:
