@@ -794,6 +794,25 @@ def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert mover.paths == {"store": expected, "load": expected}
 
 
+def test_path_of_each_direction_follows_its_speed_and_the_smallest_fragment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with bench() as setup:
+        # Direct copies reach 0.92 of the peak of stores from 1023 bytes on, and of loads from 2046.
+        speed = LinkSpeed(25e9, 50e9, 1023 / 25e9 * 0.08 / 0.92, 400e9, 1e-9)
+        monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)
+        base, paths = setup.memory.ctypes.data, []
+        for sizes in (2048, 2048), (2048, 1024), (2048, 512):
+            regions = tuple(
+                Region(base + at * setup.memory[0].size, 2048, size)
+                for at, size in enumerate(sizes)
+            )
+            layout = BlockLayout(9, regions, device=0)
+            with CudaMover(layout, setup.arena, link=setup.link) as mover:
+                paths.append((mover.paths["store"], mover.paths["load"]))
+    assert paths == [("direct", "direct"), ("direct", "packed"), ("packed", "packed")]
+
+
 class _Happened:
     """An event that has happened."""
 
