@@ -383,6 +383,15 @@ def test_unchained_ids_are_reported_before_a_wrong_number_of_ids(
     )
 
 
+def test_the_error_for_ids_of_full_blocks_alone_names_the_rest(
+    refused: Callable[..., str],
+) -> None:
+    message = refused(row(hash_ids=[0]))
+
+    assert message.endswith(", or give the last block, of 488 tokens, an id as well")
+    assert "last block" not in refused(row(hash_ids=[0, 1, 2]))
+
+
 def test_content_ids_need_no_chain_and_are_whole_blocks(tmp_path: Path) -> None:
     lines = [row(), row(hash_ids=[1, 0, 7, 7]), row(input_length=3)]
     trace = read_trace(written(tmp_path / "t.jsonl", *lines), chain=True)
