@@ -222,6 +222,44 @@ def test_launch_has_no_more_turns_than_the_kernels_count(monkeypatch: pytest.Mon
         assert launched == [1, 1, 1]
 
 
+def copies_of(setup: Bench) -> list[list[int]]:
+    """Return a list that grows by the rows of each run of copies that is queued."""
+    copies: list[list[int]] = []
+    copy = setup.runtime.copy
+
+    def spy(made: Copies, stream: Stream) -> None:
+        copies.append([num for _, _, num in made.runs])
+        copy(made, stream)
+
+    vars(setup.runtime)["copy"] = spy
+    return copies
+
+
+def test_direct_copies_are_as_long_as_a_place() -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="direct") as mover,
+    ):
+        copies = copies_of(setup)
+        # A place holds 4 fragments, and each of the two regions has one of every block.
+        setup.land(mover.store(range(1, 7), range(6), after=setup.after()))
+        assert copies == [[4, 2]] * 2
+        for block in range(1, 7):
+            assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
+
+
+def test_default_link_has_places_for_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.transfer.cuda.link.STAGING_BYTES", 4096)
+    with bench() as setup:
+        blocks = setup.memory.reshape(-1)[: 4 * 8192].reshape(4, 8192)
+        with (
+            pinned_arena(2, 8192, setup.runtime) as arena,
+            CudaMover(on_device([blocks]), arena, path="packed") as mover,
+        ):
+            setup.land(mover.store([3], [1], after=setup.after()))
+            assert np.array_equal(arena.slots[1], blocks[3])
+
+
 # -- pace ------------------------------------------------------------------------------------------
 
 
@@ -345,6 +383,22 @@ def test_later_store_waits_until_a_paced_one_is_queued() -> None:
         setup.land(later)
         assert first.poll()
         assert np.array_equal(setup.arena.slots[0], setup.block(7))
+
+
+def test_direct_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="direct") as mover,
+    ):
+        clock, copies = paced(setup, bytes_per_ms=4096), copies_of(setup)
+        ticket = mover.store([1, 2, 3, 4], range(4), after=busy(setup))
+        assert copies == [[4]], "the fragments of one region are twice what may be queued at once"
+        clock.now_s += 0.001
+        assert not ticket.poll()
+        assert copies == [[4]]
+        clock.now_s += 0.001
+        setup.land(ticket)
+        assert copies == [[4]] * 2
 
 
 def test_close_does_not_keep_to_the_pace() -> None:
@@ -703,6 +757,18 @@ def test_changed_slot_fails_to_load(at: int) -> None:
         setup.land(setup.mover.load([4, 2], [5, 6], after=setup.after()))
         setup.land(setup.mover.store([2], [0], after=setup.after()))
         setup.land(setup.mover.load([0], [6], after=setup.after()))
+
+
+def test_sums_are_those_of_the_arena() -> None:
+    """A mover checks the slots that an earlier one of the same memory has stored."""
+    with bench(verify=True) as setup:
+        setup.land(setup.mover.store([1, 2], [0, 1], after=setup.after()))
+        with CudaMover(setup.mover.layout, setup.arena, link=setup.link, verify=True) as other:
+            setup.land(other.load([0], [3], after=setup.after()))
+            assert np.array_equal(setup.block(3), setup.block(1))
+            setup.arena.slots[1, 7] ^= 1
+            with pytest.raises(ChecksumMismatch, match="host slot 1 does not hold"):
+                setup.land(other.load([1], [4], after=setup.after()))
 
 
 def test_failed_check_names_every_damaged_slot() -> None:
