@@ -37,7 +37,7 @@ from kvstow.transfer.cuda import pinning as pinning_module
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack, Stream
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 from kvstow.transfer.cuda.lane import Lane
-from kvstow.transfer.cuda.link import cuda_link
+from kvstow.transfer.cuda.link import STAGING_BYTES, cuda_link
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.pinning import pinned_arena
@@ -368,6 +368,24 @@ def test_store_without_compute_and_load_are_queued_at_once() -> None:
         after = busy(setup)
         setup.mover.load(range(6), [1, 2, 3, 4, 5, 6], after=after)
         assert launched[8:] == [1, 2, 2, 1]
+
+
+def test_store_beside_compute_may_fill_all_places_at_once() -> None:
+    with bench(num_blocks=12) as setup:
+        link = CudaLink(setup.runtime, staging_bytes=8192, num_places=3, busy_bytes_per_ms=1)
+        with CudaMover(setup.mover.layout, setup.arena, link=link, path="packed") as mover:
+            launched, after = gathers_of(setup), busy(setup)
+            mover.store(range(1, 12), range(11), after=after)
+            # 28 KiB, because the last batch may exceed the 24 KiB of three places.
+            assert launched == [1, 2, 2, 2]
+
+
+def test_pace_allows_no_more_than_the_time_gives() -> None:
+    clock = Clock()
+    pace = Pace(1, 1000, clock)
+    clock.now_s = 5
+    pace.refill()
+    assert [pace.take(2500) for _ in range(3)] == [True, True, False]
 
 
 def test_later_store_waits_until_a_paced_one_is_queued() -> None:
@@ -706,6 +724,15 @@ def test_movers_share_a_link_that_the_last_one_closes() -> None:
         assert setup.link.closed
         with pytest.raises(StateError, match="build a new one"):
             CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
+
+
+def test_default_link_is_built_anew_after_its_last_mover() -> None:
+    with bench() as setup:
+        for slot in (0, 1):
+            with CudaMover(setup.mover.layout, setup.arena, path="packed") as mover:
+                setup.land(mover.store([1], [slot], after=setup.after()))
+                assert mover._link.staging_bytes == STAGING_BYTES
+        assert np.array_equal(setup.arena.slots[1], setup.block(1))
 
 
 def test_default_link_stays_open_for_a_mover_that_another_thread_makes(
