@@ -74,6 +74,16 @@ def test_token_ids_of_several_files_share_blocks(tmp_path: Path) -> None:
     assert len(first) == 2
 
 
+def test_token_ids_of_several_files_share_no_more_than_their_prefix(tmp_path: Path) -> None:
+    prompts = [*range(40)], [*range(16), *range(100, 124)], [*range(200, 240)]
+    paths = [tmp_path / str(number) for number in range(len(prompts))]
+    for path, ids in zip(paths, prompts, strict=True):
+        path.write_text(tokens(0, ids))
+    first, second, third = build_workload(read_traces(paths), 16).prompts
+    assert first[0] == second[0]
+    assert len({*first, *second, *third}) == 2 + 1 + 2
+
+
 def test_separate_files_of_token_ids_share_no_block(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:

@@ -131,6 +131,16 @@ def test_blocks_of_two_groups_differ_in_every_word() -> None:
     assert len(np.unique(words)) == np.size(words)
 
 
+def test_blocks_of_two_ranks_differ_in_every_word() -> None:
+    words = [
+        memory.content.blocks(keys(SOME_KEY))
+        for rank in range(3)
+        for memory in device_memory(1, [UNEQUAL[0]] * 2, rank)
+    ]
+
+    assert len(np.unique(words)) == np.size(words)
+
+
 @pytest.mark.parametrize("writer", range(3))
 def test_a_block_overlays_only_blocks_with_its_id(writer: int) -> None:
     ids, asked = np.array([1, 2, 3]), keys(1, 2, 3)

@@ -37,10 +37,11 @@ def test_only_equal_prefixes_share_ids(tmp_path: Path) -> None:
         row([*range(10)], salt="a tenant"),
         row([*range(8)], salt="a tenant"),
         row([*range(3)]),
+        row([*range(3)], salt="a tenant"),  # not even a tail
     ]
     trace = converted(tmp_path / "t", rows)
     assert [request["hash_ids"] for request in trace] == [
-        [0, 1, 2], [0, 1, 3], [4, 5, 6], [0, 1, 7], [0, 1, 2], [8, 9, 10], [8, 9], [11],
+        [0, 1, 2], [0, 1, 3], [4, 5, 6], [0, 1, 7], [0, 1, 2], [8, 9, 10], [8, 9], [11], [12],
     ]  # fmt: skip
     assert trace[0] == {
         "timestamp": 2.5, "input_length": 10, "output_length": 3, "hash_ids": [0, 1, 2],
@@ -141,6 +142,26 @@ def test_requests_of_a_log_may_have_the_same_id(tmp_path: Path) -> None:
     assert [(one.arrival_s, one.prompt_tokens, one.output_tokens) for one in requests] == [
         (0, 5, 3), (3, 4, 50), (6, 6, 1),
     ]  # fmt: skip
+
+
+def test_a_log_may_have_an_empty_output_and_last_for_days(tmp_path: Path) -> None:
+    path, lines = tmp_path / "vllm.log", LOG.splitlines()
+    empty = lines[5].replace("response a", "response b").replace("[7, 8]", "[]")
+    later = lines[1].replace("12-31 23:59:58", "01-03 00:00:00").replace("Request a", "Request d")
+    behind = lines[3].replace("01-01 00:00:01", "01-02 00:00:00").replace("Request b", "Request e")
+    path.write_text("\n".join([*lines, empty, later, behind]))
+    requests = VllmLogReader(path, BLOCK, output_tokens=50).read().requests
+    assert [one.output_tokens for one in requests] == [3, 0, 50, 50]
+    # A line that was written late keeps its place, and arrives with the line before.
+    two_days_s = 2 * 24 * 3600 + 2
+    assert [one.arrival_s for one in requests] == [0, 3, two_days_s, two_days_s]
+
+
+def test_a_log_line_from_before_the_first_one_arrives_with_it(tmp_path: Path) -> None:
+    path, line = tmp_path / "vllm.log", LOG.splitlines()[3]
+    path.write_text("\n".join([line, line.replace("00:00:01", "00:00:00")]))
+    requests = VllmLogReader(path, BLOCK).read().requests
+    assert [one.arrival_s for one in requests] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,8 @@ def test_disk_returns_what_device_and_host_have_lost(tmp_path: Path) -> None:
     assert found["bytes_promoted"] == 4096 * found["promoted_blocks"]
     assert found["bytes_demoted"] == 4096 * found["demoted_blocks"]
     assert found["promoted_blocks"] == hits["disk"]
+    on_device_and_host = hits["device"] + hits["host"]
+    assert on_device_and_host + hits["disk"] + found["recomputed_blocks"] == found["asked_blocks"]
 
 
 @pytest.mark.parametrize("verify", ["all", "off"])
@@ -147,9 +149,11 @@ def test_table_and_json_say_whether_the_disk_began_warm(
     written = tmp_path / "found.json"
     for begins_warm in False, True:
         assert main([*arguments, "--json-file", str(written)]) == 0
-        assert ("warm on the disk" in capsys.readouterr().out) is begins_warm
+        shown = " ".join(capsys.readouterr().out.split())
         found = json.loads(written.read_text())
         assert (found["disk_warm_blocks"] > 0) is begins_warm
+        assert ("warm on the disk" in shown) is begins_warm
+        assert (f"warm on the disk {found['disk_warm_blocks']:,} slots" in shown) is begins_warm
 
 
 def test_a_disk_of_another_model_says_what_to_remove(

@@ -156,6 +156,22 @@ def test_others_run_while_a_request_loads() -> None:
         assert finished == ["3 before the load has landed"]
 
 
+def test_a_load_lands_before_a_later_request_arrives() -> None:
+    landings: list[float] = []
+
+    class Landings(Checked):
+        def landed(self, replay: ReplayState, transfer: Transfer) -> None:
+            if transfer.direction == "load":
+                landings.append(replay.now_s)
+
+    of = pushed_out(8, comes_back(3, at_s=200), request(4, [31], at_s=1000))
+    with prepared(of, device_blocks=9, bandwidth_bytes_per_s=100, observer=Landings()) as engine:
+        engine.run()
+
+        assert_ended_well(engine)
+        assert landings == pytest.approx([200 + 4 * 128 / 100])
+
+
 def test_a_request_waits_for_blocks_that_another_request_loads() -> None:
     """The blocks are copied once, and the second request hits them on the device."""
     of = pushed_out(

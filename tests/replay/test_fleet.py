@@ -7,6 +7,7 @@ import io
 import json
 import random
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def test_a_small_store_loses_blocks_and_the_fleet_goes_on(seed: int) -> None:
     small = Fleet(host_blocks=30, shared_blocks=40).serve(trace, 3, is_shared=True)
     alone = Fleet(host_blocks=30).serve(trace, 3, is_shared=False)
     assert hits(alone) <= hits(small) < hits(large), f"seed {seed}"
+    assert small.lost > large.lost == 0, f"seed {seed}"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -105,6 +107,58 @@ def test_prefix_routing_keeps_a_conversation_on_its_server(seed: int) -> None:
     assert by_prefix.busiest <= 1.25 * by_prefix.asked / 4 + 24, f"seed {seed}"
 
 
+def parts_by_prefix(trace: Trace, num_servers: int) -> list[Trace]:
+    """Return what each server gets by the rule of `--routing prefix`."""
+    parts: list[list[TraceRequest]] = [[] for _ in range(num_servers)]
+    served: list[tuple[tuple[int, ...], int]] = []
+    for request in trace.requests:
+        ids = request.trace_ids
+        loads = [sum(len(one.trace_ids) for one in part) for part in parts]
+        idlest = loads.index(min(loads))
+        known = (
+            at
+            for size in range(len(ids), 0, -1)
+            for prompt, at in reversed(served)
+            if prompt[:size] == ids[:size]
+        )
+        at = next(known, idlest)
+        most = 1.25 * (sum(loads) + len(ids)) / num_servers
+        if loads[at] + len(ids) > most and loads[at] > loads[idlest]:
+            at = idlest
+        parts[at].append(request)
+        served.append((ids, at))
+    return [Trace("a part", BLOCK_SIZE, part) for part in parts]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_servers", [1, 2, 5])
+def test_prefix_routing_takes_the_server_that_last_got_the_longest_prefix(
+    seed: int, num_servers: int
+) -> None:
+    # Outputs of two blocks, which are no part of a prompt.
+    of = sessions(seed, num_requests=80)
+    trace = replace(of, requests=[replace(one, output_tokens=40) for one in of.requests])
+    fleet = Fleet(host_blocks=5000, routing="prefix")  # so many that no server loses a block
+    found = fleet.serve(trace, num_servers, is_shared=False)
+    parts = parts_by_prefix(trace, num_servers)
+    assert found.busiest == max(part.num_blocks for part in parts)
+    assert hits(found) == sum(map(infinite_hits, parts))
+
+
+def test_prefix_routing_leaves_no_server_for_one_with_as_many_blocks() -> None:
+    trace = trace_of([1, 2], [3, 4], [3, 4])  # the third exceeds the share of either server
+    assert Fleet(8, routing="prefix").serve(trace, 2, is_shared=False).host_hits == 1
+
+
+def test_blocks_of_outputs_are_stored_and_put() -> None:
+    """A request ends with 32 tokens of its prompt and 40 of its output, so with 4 full blocks."""
+    requests = [TraceRequest(line, 0.0, 32, 40, (1, 2)) for line in (1, 2)]
+    figures = Fleet(8).serve(Trace("a trace", BLOCK_SIZE, requests), 1, is_shared=True)
+    assert (figures.asked, figures.host_hits) == (4, 1)
+    # The second request has the blocks of the prompt, and an output of its own.
+    assert figures.puts == 4 + 2
+
+
 def test_one_server_gets_all_blocks_that_are_asked_for() -> None:
     """Also if the last block of a prompt is not full."""
     requests = [TraceRequest(1, 0.0, 5, 1, (1,)), TraceRequest(2, 1.0, 40, 1, (2, 3, 4))]
@@ -112,6 +166,33 @@ def test_one_server_gets_all_blocks_that_are_asked_for() -> None:
     for num_servers, busiest in (1, 4), (2, 3):
         figures = Fleet(host_blocks=8).serve(trace, num_servers, is_shared=True)
         assert (figures.asked, figures.busiest) == (4, busiest)
+
+
+def test_the_policy_of_a_fleet_is_that_of_its_servers() -> None:
+    trace = sessions(0)
+    lru, density = (
+        Fleet(host_blocks=30, policy=policy).serve(trace, 1, is_shared=False)
+        for policy in ("lru", "hit-density")
+    )
+    assert lru.asked == density.asked
+    assert lru.host_hits != density.host_hits
+
+
+def test_a_row_has_the_figures_of_both_fleets_and_each_request_is_reported() -> None:
+    trace = sessions(0, num_requests=60)
+    num_served = 0
+
+    def served() -> None:
+        nonlocal num_served
+        num_served += 1
+
+    for row in serve_all(Fleet(host_blocks=30), trace, [1, 3], served):
+        shown = row.as_json()
+        for name, figures in ("alone", row.alone), ("shared", row.shared):
+            expected = asdict(figures) | {"hit_ratio": hits(figures) / figures.asked}
+            assert shown[name] == expected
+        assert hits(row.alone) < hits(row.shared)
+    assert num_served == 2 * 2 * len(trace.requests)
 
 
 def test_the_store_drops_what_was_used_longest_ago() -> None:

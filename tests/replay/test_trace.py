@@ -199,6 +199,10 @@ def test_the_number_of_ids_must_fit_the_block_size(tmp_path: Path) -> None:
     none = written(tmp_path / "none.jsonl", *rows, row(input_length=33, hash_ids=[0, 1]))
     with pytest.raises(ConfigError, match="another size, or --chain"):
         read_trace(none, block_size=512)
+    for tokens, ids, sizes in (32, [0, 1, 2], "11 to 15 tokens"), (33, [0, 1], "17 to 32 tokens"):
+        bounds = written(tmp_path / "bounds.jsonl", row(input_length=tokens, hash_ids=ids))
+        with pytest.raises(ConfigError, match=rf"another size \({sizes} fit all requests"):
+            read_trace(bounds, block_size=512)
     one = written(tmp_path / "one.jsonl", row(input_length=33, hash_ids=[0]))
     with pytest.raises(ConfigError, match="another size, or --chain"):
         read_trace(one, block_size=16)
@@ -308,6 +312,7 @@ def test_the_error_for_a_truncated_last_line_says_that_the_file_may_be_cut(tmp_p
         (row(timestamp=float("inf")), "not a JSON object: Infinity is not a finite"),
         (row().replace('"timestamp": 0', '"timestamp": 1e999'), "timestamp is inf; expected 0 to"),
         (row(timestamp=-1), "timestamp is -1; expected 0 to"),
+        (row(timestamp=2**53), f"timestamp is {2**53}; expected 0 to 2**53 ms"),
         (row(timestamp=True), "timestamp is a boolean; expected milliseconds"),
         (
             row(timestamp="2026-01-31T08:00:00"),
@@ -376,6 +381,15 @@ def test_unchained_ids_are_reported_before_a_wrong_number_of_ids(
     assert refused(row(), row(input_length=99), row(input_length=98)).startswith(
         "2: found 2 hash_ids"
     )
+
+
+def test_the_error_for_ids_of_full_blocks_alone_names_the_rest(
+    refused: Callable[..., str],
+) -> None:
+    message = refused(row(hash_ids=[0]))
+
+    assert message.endswith(", or give the last block, of 488 tokens, an id as well")
+    assert "last block" not in refused(row(hash_ids=[0, 1, 2]))
 
 
 def test_content_ids_need_no_chain_and_are_whole_blocks(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from kvstow.transfer.cuda import pinning as pinning_module
 from kvstow.transfer.cuda.interface import Copies, Kernel, Pack, Stream
 from kvstow.transfer.cuda.kernels import MAX_BLOCKS
 from kvstow.transfer.cuda.lane import Lane
-from kvstow.transfer.cuda.link import cuda_link
+from kvstow.transfer.cuda.link import STAGING_BYTES, cuda_link
 from kvstow.transfer.cuda.link_speed import LinkSpeed, Path
 from kvstow.transfer.cuda.pace import Pace
 from kvstow.transfer.cuda.pinning import pinned_arena
@@ -46,6 +46,7 @@ from kvstow.transfer.cuda.sums import SumRing
 
 INVALID_VALUE, ILLEGAL_ADDRESS = 1, 700
 REFUSED, LOST = "cudaError 1:", "cudaError 700:"
+LOADS = ("packed", "load"), ("direct", "load")
 
 
 def device_memory(runtime: CudaRuntime, num_bytes: int) -> npt.NDArray[np.uint8]:
@@ -221,6 +222,44 @@ def test_launch_has_no_more_turns_than_the_kernels_count(monkeypatch: pytest.Mon
         assert launched == [1, 1, 1]
 
 
+def copies_of(setup: Bench) -> list[list[int]]:
+    """Return a list that grows by the rows of each run of copies that is queued."""
+    copies: list[list[int]] = []
+    copy = setup.runtime.copy
+
+    def spy(made: Copies, stream: Stream) -> None:
+        copies.append([num for _, _, num in made.runs])
+        copy(made, stream)
+
+    vars(setup.runtime)["copy"] = spy
+    return copies
+
+
+def test_direct_copies_are_as_long_as_a_place() -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="direct") as mover,
+    ):
+        copies = copies_of(setup)
+        # A place holds 4 fragments, and each of the two regions has one of every block.
+        setup.land(mover.store(range(1, 7), range(6), after=setup.after()))
+        assert copies == [[4, 2]] * 2
+        for block in range(1, 7):
+            assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
+
+
+def test_default_link_has_places_for_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.transfer.cuda.link.STAGING_BYTES", 4096)
+    with bench() as setup:
+        blocks = setup.memory.reshape(-1)[: 4 * 8192].reshape(4, 8192)
+        with (
+            pinned_arena(2, 8192, setup.runtime) as arena,
+            CudaMover(on_device([blocks]), arena, path="packed") as mover,
+        ):
+            setup.land(mover.store([3], [1], after=setup.after()))
+            assert np.array_equal(arena.slots[1], blocks[3])
+
+
 # -- pace ------------------------------------------------------------------------------------------
 
 
@@ -289,6 +328,34 @@ def test_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
             assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
 
 
+def test_stores_beside_compute_share_one_pace() -> None:
+    with bench() as setup:
+        clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
+        after = busy(setup)
+        first = setup.mover.store([1], [0], after=after)
+        second = setup.mover.store([2], [1], after=after)
+        assert launched == [1], "the first store has used all that may be queued at once"
+        clock.now_s += 0.001
+        assert not second.poll()
+        assert launched == [1, 1]
+        for ticket in (first, second):
+            setup.land(ticket)
+
+
+def test_pause_between_stores_earns_no_more_than_a_burst() -> None:
+    with bench() as setup:
+        clock, launched = paced(setup, bytes_per_ms=4096), gathers_of(setup)
+        for _ in range(2):
+            launched.clear()
+            clock.now_s += 100
+            after = busy(setup)
+            ticket = setup.mover.store([1, 2, 3, 4, 5, 6], range(6), after=after)
+            assert launched == [1]
+            clock.now_s += 100
+            setup.land(ticket)
+            assert launched == [1, 2, 2, 1], "a step of that length earns them all"
+
+
 def test_store_without_compute_and_load_are_queued_at_once() -> None:
     with bench() as setup:
         paced(setup, bytes_per_ms=1)
@@ -301,6 +368,24 @@ def test_store_without_compute_and_load_are_queued_at_once() -> None:
         after = busy(setup)
         setup.mover.load(range(6), [1, 2, 3, 4, 5, 6], after=after)
         assert launched[8:] == [1, 2, 2, 1]
+
+
+def test_store_beside_compute_may_fill_all_places_at_once() -> None:
+    with bench(num_blocks=12) as setup:
+        link = CudaLink(setup.runtime, staging_bytes=8192, num_places=3, busy_bytes_per_ms=1)
+        with CudaMover(setup.mover.layout, setup.arena, link=link, path="packed") as mover:
+            launched, after = gathers_of(setup), busy(setup)
+            mover.store(range(1, 12), range(11), after=after)
+            # 28 KiB, because the last batch may exceed the 24 KiB of three places.
+            assert launched == [1, 2, 2, 2]
+
+
+def test_pace_allows_no_more_than_the_time_gives() -> None:
+    clock = Clock()
+    pace = Pace(1, 1000, clock)
+    clock.now_s = 5
+    pace.refill()
+    assert [pace.take(2500) for _ in range(3)] == [True, True, False]
 
 
 def test_later_store_waits_until_a_paced_one_is_queued() -> None:
@@ -316,6 +401,22 @@ def test_later_store_waits_until_a_paced_one_is_queued() -> None:
         setup.land(later)
         assert first.poll()
         assert np.array_equal(setup.arena.slots[0], setup.block(7))
+
+
+def test_direct_store_beside_compute_is_queued_at_the_pace_of_its_link() -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="direct") as mover,
+    ):
+        clock, copies = paced(setup, bytes_per_ms=4096), copies_of(setup)
+        ticket = mover.store([1, 2, 3, 4], range(4), after=busy(setup))
+        assert copies == [[4]], "the fragments of one region are twice what may be queued at once"
+        clock.now_s += 0.001
+        assert not ticket.poll()
+        assert copies == [[4]]
+        clock.now_s += 0.001
+        setup.land(ticket)
+        assert copies == [[4]] * 2
 
 
 def test_close_does_not_keep_to_the_pace() -> None:
@@ -367,6 +468,24 @@ def test_store_releases_its_source_before_it_ends() -> None:
         setup.land(ticket)
         assert ticket.poll()
         assert ticket.error is None
+
+
+@pytest.mark.parametrize(("path", "direction"), [("direct", "store"), *LOADS])
+def test_copy_without_staging_releases_its_source_at_its_end(path: Path, direction: str) -> None:
+    with (
+        bench() as setup,
+        CudaMover(setup.mover.layout, setup.arena, link=setup.link, path=path) as mover,
+    ):
+        after = setup.after()
+        ticket = (
+            mover.store([1, 2, 3], range(3), after=after)
+            if direction == "store"
+            else mover.load(range(3), [1, 2, 3], after=after)
+        )
+        assert not ticket.source_released(), "no copy has run yet"
+        while library.step():
+            assert ticket.source_released() == ticket.poll()
+        assert ticket.source_released()
 
 
 def test_job_begins_when_its_host_event_has_happened() -> None:
@@ -457,6 +576,14 @@ def test_jobs_wait_for_room_for_their_sums_and_keep_their_order() -> None:
         setup.land(tickets[3])
         for block in ids:
             assert (setup.block(block) == block - 1).all()
+
+
+def test_sums_of_a_load_of_more_blocks_than_slots_have_room() -> None:
+    with bench(verify=True, num_slots=2) as setup:
+        setup.land(setup.mover.store([1, 2], [0, 1], after=setup.after()))
+        setup.land(setup.mover.load([0, 1, 0, 1, 0, 1], range(3, 9), after=setup.after()))
+        for block in range(3, 9):
+            assert np.array_equal(setup.block(block), setup.block(2 - block % 2))
 
 
 def test_sums_of_jobs_in_flight_do_not_overlap() -> None:
@@ -571,6 +698,21 @@ def test_close_carries_out_runnable_jobs_and_fails_the_others() -> None:
             setup.mover.store([1], [0], after=READY)
 
 
+def test_close_leaves_the_jobs_of_another_mover_alone() -> None:
+    with bench() as setup:
+        filled = HostEvent()
+        with CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed") as other:
+            waiting = other.store([1], [0], after=filled)
+            flying = other.store([2], [1], after=setup.after())
+            setup.mover.close()
+            assert not waiting.poll(), "close fails its own jobs only"
+            filled.set()
+            for ticket in (flying, waiting):
+                setup.land(ticket)
+        for block in (1, 2):
+            assert np.array_equal(setup.arena.slots[block - 1], setup.block(block))
+
+
 def test_movers_share_a_link_that_the_last_one_closes() -> None:
     with bench() as setup:
         other = CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
@@ -582,6 +724,15 @@ def test_movers_share_a_link_that_the_last_one_closes() -> None:
         assert setup.link.closed
         with pytest.raises(StateError, match="build a new one"):
             CudaMover(setup.mover.layout, setup.arena, link=setup.link, path="packed")
+
+
+def test_default_link_is_built_anew_after_its_last_mover() -> None:
+    with bench() as setup:
+        for slot in (0, 1):
+            with CudaMover(setup.mover.layout, setup.arena, path="packed") as mover:
+                setup.land(mover.store([1], [slot], after=setup.after()))
+                assert mover._link.staging_bytes == STAGING_BYTES
+        assert np.array_equal(setup.arena.slots[1], setup.block(1))
 
 
 def test_default_link_stays_open_for_a_mover_that_another_thread_makes(
@@ -633,6 +784,18 @@ def test_changed_slot_fails_to_load(at: int) -> None:
         setup.land(setup.mover.load([4, 2], [5, 6], after=setup.after()))
         setup.land(setup.mover.store([2], [0], after=setup.after()))
         setup.land(setup.mover.load([0], [6], after=setup.after()))
+
+
+def test_sums_are_those_of_the_arena() -> None:
+    """A mover checks the slots that an earlier one of the same memory has stored."""
+    with bench(verify=True) as setup:
+        setup.land(setup.mover.store([1, 2], [0, 1], after=setup.after()))
+        with CudaMover(setup.mover.layout, setup.arena, link=setup.link, verify=True) as other:
+            setup.land(other.load([0], [3], after=setup.after()))
+            assert np.array_equal(setup.block(3), setup.block(1))
+            setup.arena.slots[1, 7] ^= 1
+            with pytest.raises(ChecksumMismatch, match="host slot 1 does not hold"):
+                setup.land(other.load([1], [4], after=setup.after()))
 
 
 def test_failed_check_names_every_damaged_slot() -> None:
@@ -722,6 +885,25 @@ def test_path_follows_the_measured_speed(monkeypatch: pytest.MonkeyPatch) -> Non
             monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _, s=speed: s)
             with CudaMover(setup.mover.layout, setup.arena, link=setup.link) as mover:
                 assert mover.paths == {"store": expected, "load": expected}
+
+
+def test_path_of_each_direction_follows_its_speed_and_the_smallest_fragment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with bench() as setup:
+        # Direct copies reach 0.92 of the peak of stores from 1023 bytes on, and of loads from 2046.
+        speed = LinkSpeed(25e9, 50e9, 1023 / 25e9 * 0.08 / 0.92, 400e9, 1e-9)
+        monkeypatch.setattr("kvstow.transfer.cuda.mover.link_speed", lambda _: speed)
+        base, paths = setup.memory.ctypes.data, []
+        for sizes in (2048, 2048), (2048, 1024), (2048, 512):
+            regions = tuple(
+                Region(base + at * setup.memory[0].size, 2048, size)
+                for at, size in enumerate(sizes)
+            )
+            layout = BlockLayout(9, regions, device=0)
+            with CudaMover(layout, setup.arena, link=setup.link) as mover:
+                paths.append((mover.paths["store"], mover.paths["load"]))
+    assert paths == [("direct", "direct"), ("direct", "packed"), ("packed", "packed")]
 
 
 class _Happened:

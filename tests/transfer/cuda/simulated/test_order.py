@@ -204,6 +204,37 @@ def overwrites(world: World) -> None:
     world.expect_reads()
 
 
+def partly_overwrites(world: World) -> None:
+    """Submit a job with a target of each of two jobs in flight, and one that nothing writes to."""
+
+    def targets(things: list[int], num: int) -> tuple[list[int], list[int], list[int]]:
+        both = world.random.sample([things[0], things[num], things[6]], 3)
+        return things[:num], things[num : 2 * num], both
+
+    ids = list(range(1, NUM_BLOCKS))
+    # A job of one block takes one place, and a job of three takes both.
+    for turn, num in enumerate((1, 3, 1)):
+        world.random.shuffle(ids)
+        slots = targets(world.random.sample(range(NUM_SLOTS), 7), num)
+        expected: dict[int, int] = {}
+        tickets = []
+        for mine, into in zip((ids[:num], ids[3 : 3 + num], ids[6:9]), slots, strict=True):
+            expected.update(zip(into, world.compute_into(mine), strict=True))
+            tickets.append(world.store(mine, into))
+        wait(*(ticket.poll for ticket in tickets))
+        world.expect_slots(list(expected), list(expected.values()))
+        world.read(ids)
+        tickets.clear()
+        for origins, into in zip(slots, targets(ids, num), strict=True):
+            pairs = zip(origins, into, strict=True)
+            world.device.update({block: expected[slot] for slot, block in pairs})
+            tickets.append(world.load(origins, into))
+        wait(*(ticket.poll for ticket in tickets))
+        world.read(ids)
+        world.slots[list(expected)] = turn
+    world.expect_reads()
+
+
 Scenario = Callable[[World], None]
 
 
@@ -221,7 +252,7 @@ def fails(seed: int, path: Path, scenario: Scenario, **options: object) -> str |
     return found[0] if found else wrong
 
 
-@pytest.mark.parametrize("scenario", [round_trips, overwrites])
+@pytest.mark.parametrize("scenario", [round_trips, overwrites, partly_overwrites])
 @pytest.mark.parametrize(
     ("path", "options"),
     [

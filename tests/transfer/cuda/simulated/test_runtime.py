@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import cuda.bindings.runtime as cuda_api
 import cupy
@@ -10,8 +11,8 @@ import pytest
 from tests.transfer.cuda.simulation import library
 
 from kvstow import ConfigError
-from kvstow.transfer import CudaError
-from kvstow.transfer.cuda.runtime import CudaRuntime, import_cupy
+from kvstow.transfer import CudaError, CudaEvent
+from kvstow.transfer.cuda.runtime import CudaRuntime, cuda_runtime, import_cupy
 
 INVALID_HANDLE, NOT_READY, ILLEGAL_ADDRESS, CAPTURE_ELSEWHERE = 400, 600, 700, 906
 
@@ -165,3 +166,18 @@ def test_thread_keeps_the_context_that_it_had(before: int) -> None:
         assert driver.ctxGetCurrent() == 2
     assert driver.ctxGetCurrent() == before
     assert not library.has_context(0)
+
+
+def test_event_that_fails_calls_back_too() -> None:
+    event = CudaEvent.record(cuda_runtime(0).stream())
+    library.fail("cudaEventSynchronize", INVALID_HANDLE)
+    called = threading.Event()
+    event.add_done_callback(called.set)
+    assert called.wait(20), "whoever waits for the event hangs"
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_event_of_the_null_stream_is_of_the_current_device(device: int) -> None:
+    with cupy.cuda.Device(device):
+        event = CudaEvent.record(cupy.cuda.Stream.null)
+    assert event._runtime is cuda_runtime(device)
