@@ -3,11 +3,12 @@
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engine.sleep_world import WHO, FailingMover, prompt, state, world
+from tests.engine.sleep_world import WHO, FailingMover, World, prompt, state, world
 from tests.interrupts import is_interrupted
 
 from kvstow import (
@@ -240,6 +241,66 @@ def test_blocks_keep_the_version_that_they_came_with(tmp_path: Path) -> None:
             it.sleep(to=tmp_path / "new", **two)
         it.engine.reset(weights_version="2")
         it.sleep(to=tmp_path / "new", **two)
+
+
+def test_close_that_is_interrupted_gives_old_blocks_no_new_name(tmp_path: Path) -> None:
+    """Nothing uses an engine that slept and is not closed yet, because its memory is gone."""
+    problem = r"sleeps: wake it|cut short while it slept: call close again$|is closed; build"
+    is_cut_short, line, problems = True, 0, set[str]()
+
+    def sleep_under_a_new_name(it: World) -> None:
+        it.sleep(to=tmp_path / "new", identity="a", weights_version="2")
+
+    def read(it: World) -> None:
+        it.run("reader", prompt(1, 9))
+
+    while is_cut_short:
+        line += 1
+        with world() as it:
+            it.engine.reset(weights_version="1")
+            it.run("writer", prompt(1, 9))
+            it.settle()
+            it.engine.finish("writer")
+            it.sleep(identity="a", weights_version="1")
+            is_cut_short = is_interrupted(it.engine.close, line)
+            assert it.engine._state.weights_version == "1"
+            for use in sleep_under_a_new_name, read:
+                with pytest.raises(StateError, match=problem) as caught:
+                    use(it)
+                problems.add(str(caught.value))
+    assert not (tmp_path / "new").exists()
+    assert len(problems) == 3, "the close was interrupted at some of its lines only"
+
+
+@pytest.mark.parametrize("way", ["wake", "restart"])
+def test_blocks_have_their_name_as_soon_as_they_are_back(way: str, tmp_path: Path) -> None:
+    """An interrupt after them does not let another name through."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    one: dict[str, Any] = {"identity": "a", "weights_version": "1"}
+    with world() as it:
+        it.run("writer", prompt(1, 9))
+        it.settle()
+        it.engine.finish("writer")
+        it.sleep(to=old, **one)
+    is_cut_short, line, num_named = True, 0, 0
+    while is_cut_short:
+        line += 3
+        with world() as it:
+            if way == "wake":
+                it.run("writer", prompt(1, 9))
+                it.settle()
+                it.engine.finish("writer")
+                it.sleep(**one)
+                is_cut_short = is_interrupted(lambda: it.wake(**one), line)
+            else:
+                call = partial(it.engine.restart, old, after=READY, **one)
+                is_cut_short = is_interrupted(call, line)
+            state = it.engine._state
+            if state.asleep is None and len(state.scheduler.used_slots()):
+                num_named += 1
+                with pytest.raises(ConfigError, match="has named the weights '1'"):
+                    it.sleep(to=new, identity="a", weights_version="2")
+    assert num_named > 1, "no line after the blocks was interrupted"
 
 
 def test_file_needs_identity_and_weights_version(tmp_path: Path) -> None:

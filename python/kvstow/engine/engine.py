@@ -828,11 +828,13 @@ class Engine(Closing):
 
     def _close(self) -> None:
         state, disk = self._state, self._copies.disk
-        if state.asleep is not None:  # no call can wake its requests any more
-            ledger = state.blueprint.ledger(state.pool.num_blocks)
-            state.put_in(State(state.blueprint, ledger, state.scheduler, state.ranks))
         with state.change:
             state.change.commit()
+            if state.asleep is not None:  # no call can wake its requests any more
+                ledger = state.blueprint.ledger(state.pool.num_blocks)
+                ended = State(state.blueprint, ledger, state.scheduler, state.ranks)
+                ended.change = state.change  # until all is closed, nothing can use it
+                state.put_in(ended)
             call_all(
                 [
                     state.ranks.close,

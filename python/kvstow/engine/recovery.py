@@ -19,7 +19,7 @@ shows an extension that was cut short.
 
 from contextlib import suppress
 
-from kvstow._core import UnknownRequest
+from kvstow._core import StateError, UnknownRequest
 from kvstow.engine.copies import Copies
 from kvstow.engine.state import State
 
@@ -28,7 +28,8 @@ def recover(state: State, copies: Copies) -> None:
     """Repair the state, if an exception has cut the last operation short.
 
     Raises:
-        StateError: an operation is under way in another thread.
+        StateError: an operation is under way in another thread, or a close was cut short while the
+            engine slept.
     """
     if not state.change.is_torn:
         return
@@ -37,6 +38,8 @@ def recover(state: State, copies: Copies) -> None:
         state.forget_device()
     elif state.is_closed:
         settle(state, copies, closing=True)
+    elif not state.ranks.layouts:  # it slept, and has no device memory to go on with
+        raise StateError("a close of this Engine was cut short while it slept: call close again")
     else:
         mend(state, copies)
     state.change.is_torn = False

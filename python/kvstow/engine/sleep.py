@@ -225,7 +225,7 @@ def _restore(
         else:
             record.finish_requests(scheduler)
         scheduler.release_image()
-        new.weights_version = image.model.weights_version or state.weights_version
+        new.weights_version = image.model.weights_version
         if blueprint.horizon_blocks is not None and new.running:
             # Else what the device evicts before a request's next step would not be stored.
             counts = [(name, new.requests[name].num_computed) for name in new.running]

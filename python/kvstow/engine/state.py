@@ -361,13 +361,15 @@ class State:
     def put_in(self, state: "State") -> None:
         """Become another state, which is awake, and count on from this one.
 
-        One call sets all of it, so that an interrupt finds the old state or the new one.
+        If it lacks a name of the weights, that of this one stays. One call sets all of it, so that
+        an interrupt finds the old state or the new one.
         """
         counts = {
             "evicted_before": (state.ledger, self.num_evicted()),
             "host_counts": self.host_counts.go_on(state.scheduler),
             "num_query_tokens": self.num_query_tokens,
             "num_hit_tokens": self.num_hit_tokens,
+            "weights_version": state.weights_version or self.weights_version,
         }
         vars(self).update(vars(state) | counts)
 
