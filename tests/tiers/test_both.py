@@ -166,6 +166,18 @@ def test_get_holds_its_host_slots_until_the_file_has_its_blocks(
     assert all(get(both.disk, KEYS, FOUR))
 
 
+def test_get_ends_if_the_tier_is_closed_before_the_file_keeps_its_blocks(
+    both: BothTier, store: MemoryStore
+) -> None:
+    """A closed file has no threads, so a put into it would never end."""
+    put_into_the_store(both)
+    store.waits = True
+    ticket = begin_get(both)
+    both.close()
+    assert answer(ticket) == [True] * 4
+    assert ticket.has_ended
+
+
 def test_late_store_fails_its_own_blocks_only(both: BothTier, store: MemoryStore) -> None:
     assert all(put(both.disk, KEYS[:2], FOUR[:2]))
     put_into_the_store(both)
