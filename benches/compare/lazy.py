@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
-from time import process_time
+from time import perf_counter
 from typing import ParamSpec, TypeVar
 
 from kvstow import FullAttention
@@ -64,7 +64,7 @@ class Mode:
         self.seconds = 0.0
 
     def prompt(self, request: Request) -> float:
-        """Compute a prompt, decode some tokens, and return the CPU seconds of the connector."""
+        """Compute a prompt, decode some tokens, and return the seconds of the connector."""
         self.seconds, manager = 0.0, self.manager
         self._time(self.half.lookup, request, 0)
         manager.allocate_slots(request, CHUNK_TOKENS)
@@ -89,9 +89,9 @@ class Mode:
         self.num_stored += sum(len(copies.block_ids) for copies in jobs.stores)
 
     def _time(self, call: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        began = process_time()
+        began = perf_counter()
         result = call(*arguments, **named)
-        self.seconds += process_time() - began
+        self.seconds += perf_counter() - began
         return result
 
 
@@ -113,7 +113,7 @@ def main() -> None:
             request = vllm_side.request(f"prompt-{at}", NUM_TOKENS + 1, BLOCK_SIZE)
             samples[mode.name].append(mode.prompt(request))
     print(
-        f"CPU time of the scheduler half for a prompt of {NUM_TOKENS:,} tokens in chunks of "
+        f"time of the scheduler half for a prompt of {NUM_TOKENS:,} tokens in chunks of "
         f"{CHUNK_TOKENS:,}, and {NUM_DECODED} decoded\n"
     )
     eager = statistics.median(samples["eager"][num_fill:])
