@@ -523,8 +523,8 @@ def test_the_example_serves_every_request_on_a_device_that_is_too_small(
     for old, new in {
         "zeros((9,": f"zeros(({num_blocks},",
         "Engine(9,": f"Engine({num_blocks},",
-        "CHUNK = 16, 64": f"CHUNK = 16, {chunk}",
-        ", must_fit_tokens=num_tokens": "",  # so that requests begin that do not fit together
+        "CHUNK = 64": f"CHUNK = {chunk}",
+        ", must_fit_tokens=size": "",  # so that requests begin that do not fit together
     }.items():
         assert old in code
         code = code.replace(old, new)
