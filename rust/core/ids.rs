@@ -2,12 +2,16 @@
 
 use std::fmt;
 
+use bytemuck::{Pod, Zeroable};
 use minicbor::{Decode, Encode};
 
 /// A block's index in its pool. Id 0 is the null block: a placeholder that is never allocated,
 /// freed, hashed or moved.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Encode, Decode, Pod, Zeroable,
+)]
 #[cbor(transparent)]
+#[repr(transparent)]
 pub struct BlockId(#[n(0)] pub u32);
 
 impl BlockId {

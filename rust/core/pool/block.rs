@@ -4,6 +4,8 @@
 //! In a large pool each block that an operation visits is a miss of the caches. One line a block
 //! lets an allocation that evicts, a publication, and a lookup with the touch after it pay once.
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey, MAX_HASH_BYTES};
 
@@ -22,8 +24,8 @@ pub(super) const MAX_COUNT: u32 = FLAG - 1;
 const PLACE_BIT: u32 = 29;
 
 /// A block's key, its references, its place in the free queue, and a flag.
-#[derive(Clone, Copy, Debug)]
-#[repr(align(64))] // one cache line
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C, align(64))] // one cache line
 pub(super) struct Block {
     hash: BlockHash,
     /// The [`tag_of`] the key's group; 0 for a block without a key. The upper bits note the place

@@ -14,10 +14,15 @@
 //! (Knuth, TAOCP 3, 6.4, algorithm R). There are no tombstones and no rebuilds, so years of
 //! evictions do not slow the table down.
 
+use std::ops::{Deref, DerefMut};
+
+use bytemuck::{Pod, Zeroable};
 use prefetch_index::prefetch_index;
 
 use crate::ids::BlockId;
 use crate::key::BlockHash;
+
+use super::records::Records;
 
 /// Entries of a bucket.
 const WIDTH: usize = 8;
@@ -26,9 +31,9 @@ const WIDTH: usize = 8;
 /// blocks, 1 of 18 would be. An eviction from a full bucket waits for the next bucket, too.
 const BLOCKS_PER_BUCKET: usize = 3;
 
-#[derive(Clone, Copy, Debug)]
-#[repr(align(64))] // one cache line
-struct Bucket {
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C, align(64))] // one cache line
+pub(super) struct Bucket {
     /// Id 0 (the null block) is an empty place. Its fingerprint is 0 as well.
     ids: [u32; WIDTH],
     fingerprints: [u32; WIDTH],
@@ -44,9 +49,12 @@ pub(super) enum Inserted {
 
 /// One entry for each distinct key.
 #[derive(Clone, Debug)]
-pub(super) struct FingerprintTable {
-    buckets: Vec<Bucket>,
+pub(super) struct FingerprintTable<Buckets = Records<Bucket>> {
+    buckets: Buckets,
 }
+
+/// A table that a loop borrows, so that it finds the buckets once.
+pub(super) type Borrowed<'a> = FingerprintTable<&'a mut [Bucket]>;
 
 impl FingerprintTable {
     /// Bytes on the heap for each block.
@@ -54,13 +62,26 @@ impl FingerprintTable {
 
     /// An empty table for `num_blocks` blocks.
     pub(super) fn new(num_blocks: usize) -> Self {
-        Self { buckets: vec![Bucket::EMPTY; (num_blocks / BLOCKS_PER_BUCKET).max(1)] }
+        Self { buckets: Records::zeroed((num_blocks / BLOCKS_PER_BUCKET).max(1)) }
     }
 
+    /// The table for a loop.
+    #[inline]
+    pub(super) fn borrow(&mut self) -> Borrowed<'_> {
+        FingerprintTable { buckets: &mut self.buckets }
+    }
+
+    /// Bytes on the heap.
+    pub(super) fn memory_bytes(&self) -> usize {
+        self.buckets.len() * size_of::<Bucket>()
+    }
+}
+
+impl<Buckets: Deref<Target = [Bucket]>> FingerprintTable<Buckets> {
     /// Begins to load the bucket where a probe begins.
     #[inline]
     pub(super) fn prefetch(&self, fingerprint: u32) {
-        prefetch_index(&self.buckets, self.home(fingerprint));
+        prefetch_index(&*self.buckets, self.home(fingerprint));
     }
 
     /// A block in the first bucket of a probe with this fingerprint, or the null block. Reads no
@@ -92,6 +113,53 @@ impl FingerprintTable {
         }
     }
 
+    /// The blocks of all entries.
+    pub(super) fn ids(&self) -> impl Iterator<Item = BlockId> + '_ {
+        let buckets = self.buckets.iter();
+        buckets.flat_map(|bucket| bucket.ids).filter(|&id| id != 0).map(BlockId)
+    }
+
+    /// Whether every empty place has the fingerprint 0.
+    pub(super) fn is_tidy(&self) -> bool {
+        let is_tidy = |(&id, &fingerprint): (&u32, &u32)| id != 0 || fingerprint == 0;
+        self.buckets.iter().all(|it| it.ids.iter().zip(&it.fingerprints).all(is_tidy))
+    }
+
+    /// The bucket where a probe begins: the fingerprint, as a fraction of 2^32, of all buckets.
+    #[inline]
+    fn home(&self, fingerprint: u32) -> usize {
+        ((u64::from(fingerprint) * self.buckets.len() as u64) >> 32) as usize
+    }
+
+    #[inline]
+    fn after(&self, at: usize) -> usize {
+        if at + 1 < self.buckets.len() { at + 1 } else { 0 }
+    }
+
+    /// Number of steps from one bucket forward to another.
+    #[inline]
+    fn distance(&self, from: usize, to: usize) -> usize {
+        if from <= to { to - from } else { to + self.buckets.len() - from }
+    }
+
+    /// The bucket and the place of a block's entry. Reads no key.
+    #[inline]
+    fn find(&self, fingerprint: u32, id: BlockId) -> Option<(usize, usize)> {
+        let mut at = self.home(fingerprint);
+        loop {
+            let bucket = &self.buckets[at];
+            if let Some(place) = places(equal(&bucket.ids, id.0)).next() {
+                return Some((at, place));
+            }
+            if !bucket.is_full() {
+                return None;
+            }
+            at = self.after(at);
+        }
+    }
+}
+
+impl<Buckets: DerefMut<Target = [Bucket]>> FingerprintTable<Buckets> {
     /// Adds an entry for a key, unless it has one. `has_key` as for [`FingerprintTable::get`].
     #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
     #[inline(always)]
@@ -167,57 +235,7 @@ impl FingerprintTable {
 
     /// Removes every entry.
     pub(super) fn clear(&mut self) {
-        self.buckets.fill(Bucket::EMPTY);
-    }
-
-    /// The blocks of all entries.
-    pub(super) fn ids(&self) -> impl Iterator<Item = BlockId> + '_ {
-        let buckets = self.buckets.iter();
-        buckets.flat_map(|bucket| bucket.ids).filter(|&id| id != 0).map(BlockId)
-    }
-
-    /// Whether every empty place has the fingerprint 0.
-    pub(super) fn is_tidy(&self) -> bool {
-        let is_tidy = |(&id, &fingerprint): (&u32, &u32)| id != 0 || fingerprint == 0;
-        self.buckets.iter().all(|it| it.ids.iter().zip(&it.fingerprints).all(is_tidy))
-    }
-
-    /// Bytes on the heap.
-    pub(super) fn memory_bytes(&self) -> usize {
-        self.buckets.capacity() * size_of::<Bucket>()
-    }
-
-    /// The bucket where a probe begins: the fingerprint, as a fraction of 2^32, of all buckets.
-    #[inline]
-    fn home(&self, fingerprint: u32) -> usize {
-        ((u64::from(fingerprint) * self.buckets.len() as u64) >> 32) as usize
-    }
-
-    #[inline]
-    fn after(&self, at: usize) -> usize {
-        if at + 1 < self.buckets.len() { at + 1 } else { 0 }
-    }
-
-    /// Number of steps from one bucket forward to another.
-    #[inline]
-    fn distance(&self, from: usize, to: usize) -> usize {
-        if from <= to { to - from } else { to + self.buckets.len() - from }
-    }
-
-    /// The bucket and the place of a block's entry. Reads no key.
-    #[inline]
-    fn find(&self, fingerprint: u32, id: BlockId) -> Option<(usize, usize)> {
-        let mut at = self.home(fingerprint);
-        loop {
-            let bucket = &self.buckets[at];
-            if let Some(place) = places(equal(&bucket.ids, id.0)).next() {
-                return Some((at, place));
-            }
-            if !bucket.is_full() {
-                return None;
-            }
-            at = self.after(at);
-        }
+        self.buckets.fill(Bucket::zeroed());
     }
 
     /// Moves entries back that no probe would reach, because a bucket that was full has a gap.
@@ -243,8 +261,6 @@ impl FingerprintTable {
 }
 
 impl Bucket {
-    const EMPTY: Self = Self { ids: [0; WIDTH], fingerprints: [0; WIDTH] };
-
     #[inline]
     fn id(&self, place: usize) -> BlockId {
         BlockId(self.ids[place])

@@ -9,14 +9,19 @@
 //!   The head is allocated first. A block outside the list has next == OUTSIDE.
 //! ```
 
+use bytemuck::{Pod, Zeroable};
+
 use crate::error::{Error, Result};
 use crate::ids::BlockId;
+
+use super::records::Records;
 
 pub(super) const END: u32 = 0;
 pub(super) const OUTSIDE: u32 = u32::MAX;
 
 /// A block's neighbours in a list.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Pod, Zeroable)]
+#[repr(C)]
 pub(crate) struct Link {
     pub(super) prev: u32,
     pub(super) next: u32,
@@ -39,12 +44,12 @@ impl AsMut<Link> for Link {
 /// A doubly linked list over ids `1..num_blocks`; every operation but [`FreeQueue::iter`] and
 /// [`FreeQueue::clear`] is O(1). One record a block, of 8 bytes if it has nothing but the links.
 #[derive(Clone, Debug)]
-pub(crate) struct FreeQueue<R = Link> {
-    pub(super) records: Vec<R>,
+pub(crate) struct FreeQueue<R: Pod = Link> {
+    pub(super) records: Records<R>,
     pub(super) len: usize,
 }
 
-impl<R: From<Link>> FreeQueue<R> {
+impl<R: From<Link> + Pod> FreeQueue<R> {
     /// A queue that holds `1..num_blocks` in ascending order.
     pub(crate) fn full(num_blocks: u32) -> Self {
         let last = num_blocks - 1;
@@ -52,20 +57,24 @@ impl<R: From<Link>> FreeQueue<R> {
             prev: if id == END { last } else { id - 1 },
             next: if id == last { END } else { id + 1 },
         };
-        Self { records: (0..num_blocks).map(|id| link(id).into()).collect(), len: last as usize }
+        Self {
+            records: Records::new((0..num_blocks).map(|id| link(id).into())),
+            len: last as usize,
+        }
     }
 }
 
 impl FreeQueue {
     /// An empty queue for ids `1..num_blocks`.
     pub(crate) fn empty(num_blocks: u32) -> Self {
-        let mut records = vec![Link { prev: OUTSIDE, next: OUTSIDE }; num_blocks as usize];
+        let outside = Link { prev: OUTSIDE, next: OUTSIDE };
+        let mut records = Records::new((0..num_blocks).map(|_| outside));
         records[END as usize] = Link { prev: END, next: END };
         Self { records, len: 0 }
     }
 }
 
-impl<R: AsRef<Link> + AsMut<Link>> FreeQueue<R> {
+impl<R: AsRef<Link> + AsMut<Link> + Pod> FreeQueue<R> {
     /// Number of ids in the queue.
     pub(crate) fn len(&self) -> usize {
         self.len
@@ -153,7 +162,7 @@ impl<R: AsRef<Link> + AsMut<Link>> FreeQueue<R> {
 
     /// Removes every id.
     pub(crate) fn clear(&mut self) {
-        for record in &mut self.records {
+        for record in self.records.iter_mut() {
             *record.as_mut() = Link { prev: OUTSIDE, next: OUTSIDE };
         }
         *self.link_mut(END) = Link { prev: END, next: END };
@@ -162,7 +171,7 @@ impl<R: AsRef<Link> + AsMut<Link>> FreeQueue<R> {
 
     /// Bytes on the heap.
     pub(crate) fn memory_bytes(&self) -> usize {
-        self.records.capacity() * size_of::<R>()
+        self.records.len() * size_of::<R>()
     }
 
     #[inline]

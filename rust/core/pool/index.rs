@@ -24,7 +24,7 @@ use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 
 use super::block::{Block, tag_of};
-use super::fingerprints::{FingerprintTable, Inserted, fingerprint};
+use super::fingerprints::{Borrowed, FingerprintTable, Inserted, fingerprint};
 use super::{AHEAD, FAR_AHEAD};
 
 /// A publication that met a block which cannot get its key.
@@ -60,10 +60,10 @@ impl Index {
         Self { table: FingerprintTable::new(num_blocks), num_cached: 0 }
     }
 
-    /// Begins to load the entry of a block's key.
+    /// The entries for a loop over blocks.
     #[inline]
-    pub(super) fn prefetch_entry(&self, block: &Block) {
-        self.table.prefetch(block.fingerprint);
+    pub(super) fn entries(&mut self) -> Entries<'_> {
+        Entries { table: self.table.borrow(), num_cached: &mut self.num_cached }
     }
 
     /// Begins to load where a lookup of a key looks first.
@@ -200,7 +200,8 @@ impl Index {
         mut on_new: impl FnMut(usize),
     ) -> std::result::Result<(), Refused> {
         let tag = tag_of(group);
-        let prepare = |table: &FingerprintTable, blocks: &[Block], id: BlockId, hash| {
+        let mut entries = self.entries();
+        let prepare = |table: &Borrowed<'_>, blocks: &[Block], id: BlockId, hash| {
             let fingerprint = fingerprint(hash, tag);
             table.prefetch(fingerprint);
             prefetch_index(blocks, id.index());
@@ -209,19 +210,19 @@ impl Index {
         let mut far = ids.iter().zip(hashes);
         let mut fingerprints = [0; FAR_AHEAD]; // a ring: each replaces the one that was used
         for (fingerprint, (&id, hash)) in fingerprints.iter_mut().zip(far.by_ref()) {
-            *fingerprint = prepare(&self.table, blocks, id, hash);
+            *fingerprint = prepare(&entries.table, blocks, id, hash);
         }
         let mut skipped = Vec::new();
         for (at, (&id, hash)) in ids.iter().zip(hashes).enumerate() {
             let place = &mut fingerprints[at % FAR_AHEAD];
             let fingerprint = *place;
             if let Some((&id, hash)) = far.next() {
-                *place = prepare(&self.table, blocks, id, hash);
+                *place = prepare(&entries.table, blocks, id, hash);
             }
             let block = &blocks[id.index()];
             if block.is_ready() {
                 let later = ids.get(at + AHEAD).copied().unwrap_or_default();
-                if self.insert(blocks, id, fingerprint, hash, tag, later) {
+                if entries.insert(blocks, id, fingerprint, hash, tag, later) {
                     on_new(at);
                 }
             } else if id.is_null() || (block.num_refs() != 0 && block.holds(hash, tag)) {
@@ -240,20 +241,21 @@ impl Index {
         ids: &[BlockId],
         log: &mut Option<EventLog>,
     ) {
+        let mut entries = self.entries();
         for id in ids.iter().take(2 * AHEAD) {
             prefetch_index(&*blocks, id.index());
         }
         for &id in ids.iter().take(AHEAD) {
-            self.prefetch_entry(&blocks[id.index()]);
+            entries.prefetch(&blocks[id.index()]);
         }
         for (at, &id) in ids.iter().enumerate() {
             if let Some(&far) = ids.get(at + 2 * AHEAD) {
                 prefetch_index(&*blocks, far.index());
             }
             if let Some(&near) = ids.get(at + AHEAD) {
-                self.prefetch_entry(&blocks[near.index()]);
+                entries.prefetch(&blocks[near.index()]);
             }
-            self.remove(blocks, id, log);
+            entries.remove(blocks, id, log);
         }
     }
 
@@ -295,61 +297,6 @@ impl Index {
         tag: u32,
     ) -> Option<BlockId> {
         self.table.get(fingerprint, |id| blocks[id.index()].holds(hash, tag))
-    }
-
-    /// Gives `id`, which must hold no key, this one. Lets it point to `later` if no other block
-    /// holds the key. Returns whether none does.
-    #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
-    #[inline(always)]
-    fn insert(
-        &mut self,
-        blocks: &mut [Block],
-        id: BlockId,
-        fingerprint: u32,
-        hash: &BlockHash,
-        tag: u32,
-        later: BlockId,
-    ) -> bool {
-        let has_key = |id: BlockId| blocks[id.index()].holds(hash, tag);
-        let (place, older, newer) = match self.table.insert(fingerprint, id, has_key) {
-            Inserted::New { place } => (place, later, id),
-            Inserted::Held { oldest } => {
-                let older = newest(blocks, oldest);
-                blocks[older.index()].newer = id;
-                blocks[oldest.index()].older = id;
-                (0, older, oldest)
-            }
-        };
-        let block = &mut blocks[id.index()];
-        block.set_key(hash, tag, place);
-        (block.fingerprint, block.older, block.newer) = (fingerprint, older, newer);
-        self.num_cached += 1;
-        newer == id
-    }
-
-    /// Takes from `id` the key it holds, if any. Records an event if no other block holds it now.
-    #[inline]
-    pub(super) fn remove(&mut self, blocks: &mut [Block], id: BlockId, log: &mut Option<EventLog>) {
-        let block = &mut blocks[id.index()];
-        if !block.has_key() {
-            return;
-        }
-        let (fingerprint, older, newer) = (block.fingerprint, block.older, block.newer);
-        let place = block.place();
-        self.num_cached -= 1;
-        if newer == id {
-            if let Some(log) = log {
-                log_removed(log, block);
-            }
-            block.clear_key();
-            self.table.remove(fingerprint, id, place);
-        } else {
-            block.clear_key();
-            blocks[older.index()].newer = newer;
-            blocks[newer.index()].older = older;
-            // Only the oldest holder has an entry.
-            self.table.replace(fingerprint, id, newer);
-        }
     }
 
     /// Compares keys, circles and table with one another.
@@ -402,6 +349,75 @@ impl Index {
             ));
         }
         Ok(())
+    }
+}
+
+/// The entries of the index, borrowed for a loop over blocks.
+pub(super) struct Entries<'a> {
+    table: Borrowed<'a>,
+    num_cached: &'a mut usize,
+}
+
+impl Entries<'_> {
+    /// Begins to load the entry of a block's key.
+    #[inline]
+    pub(super) fn prefetch(&self, block: &Block) {
+        self.table.prefetch(block.fingerprint);
+    }
+
+    /// Gives `id`, which must hold no key, this one. Lets it point to `later` if no other block
+    /// holds the key. Returns whether none does.
+    #[expect(clippy::inline_always, reason = "the caller's loop is the only one")]
+    #[inline(always)]
+    fn insert(
+        &mut self,
+        blocks: &mut [Block],
+        id: BlockId,
+        fingerprint: u32,
+        hash: &BlockHash,
+        tag: u32,
+        later: BlockId,
+    ) -> bool {
+        let has_key = |id: BlockId| blocks[id.index()].holds(hash, tag);
+        let (place, older, newer) = match self.table.insert(fingerprint, id, has_key) {
+            Inserted::New { place } => (place, later, id),
+            Inserted::Held { oldest } => {
+                let older = newest(blocks, oldest);
+                blocks[older.index()].newer = id;
+                blocks[oldest.index()].older = id;
+                (0, older, oldest)
+            }
+        };
+        let block = &mut blocks[id.index()];
+        block.set_key(hash, tag, place);
+        (block.fingerprint, block.older, block.newer) = (fingerprint, older, newer);
+        *self.num_cached += 1;
+        newer == id
+    }
+
+    /// Takes from `id` the key it holds, if any. Records an event if no other block holds it now.
+    #[inline]
+    pub(super) fn remove(&mut self, blocks: &mut [Block], id: BlockId, log: &mut Option<EventLog>) {
+        let block = &mut blocks[id.index()];
+        if !block.has_key() {
+            return;
+        }
+        let (fingerprint, older, newer) = (block.fingerprint, block.older, block.newer);
+        let place = block.place();
+        *self.num_cached -= 1;
+        if newer == id {
+            if let Some(log) = log {
+                log_removed(log, block);
+            }
+            block.clear_key();
+            self.table.remove(fingerprint, id, place);
+        } else {
+            block.clear_key();
+            blocks[older.index()].newer = newer;
+            blocks[newer.index()].older = older;
+            // Only the oldest holder has an entry.
+            self.table.replace(fingerprint, id, newer);
+        }
     }
 }
 

@@ -250,7 +250,7 @@ impl BlockPool {
         group: GroupId,
     ) -> std::result::Result<Vec<bool>, Refused> {
         let Self { index, queue, log, .. } = self;
-        let blocks = queue.records.as_mut_slice();
+        let blocks = &mut *queue.records;
         if log.is_none() {
             return index.insert_all(blocks, ids, hashes, group, |_| ()).map(|()| Vec::new());
         }

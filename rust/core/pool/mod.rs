@@ -24,6 +24,7 @@ mod fingerprints;
 mod free_queue;
 mod index;
 mod keys;
+mod records;
 mod references;
 
 pub(crate) use free_queue::FreeQueue;

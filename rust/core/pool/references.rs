@@ -26,7 +26,7 @@ impl BlockPool {
         }
         let num_cached = self.num_cached();
         let Self { queue, index, log, .. } = self;
-        let blocks = queue.records.as_mut_slice();
+        let (blocks, mut entries) = (&mut *queue.records, index.entries());
         let mut before = self.pinned_head.0;
         let mut at = blocks[before as usize].next();
         let start = allocated.len();
@@ -44,7 +44,7 @@ impl BlockPool {
                 }
                 let hint = block.hint();
                 if block.has_key() {
-                    index.prefetch_entry(block);
+                    entries.prefetch(block);
                 }
                 *id = BlockId(at);
                 at = block.next();
@@ -52,7 +52,7 @@ impl BlockPool {
                 prefetch_index(&*blocks, hint.index());
             }
             if let Some(place) = turn.checked_sub(lag) {
-                index.remove(blocks, allocated[place], log);
+                entries.remove(blocks, allocated[place], log);
             }
         }
         Block::join(blocks, before, at);
@@ -73,7 +73,7 @@ impl BlockPool {
             self.prefetch_block(ids.get(at + AHEAD));
             check_room(self.block(id).num_refs(), id, ids)?;
         }
-        let blocks = self.queue.records.as_mut_slice();
+        let blocks = &mut *self.queue.records;
         let (mut num_left, mut num_pinned) = (0, 0);
         // Blocks often leave the queue together with their neighbours. So the neighbours of a gap
         // are joined when it grows no more.
@@ -138,7 +138,7 @@ impl BlockPool {
         ids: impl Iterator<Item = BlockId> + Clone,
     ) -> std::result::Result<(), usize> {
         let Self { queue, unhinted, num_free, .. } = self;
-        let blocks = queue.records.as_mut_slice();
+        let blocks = &mut *queue.records;
         let mut far = ids.clone();
         for id in far.by_ref().take(FREE_AHEAD) {
             prefetch_index(&*blocks, id.index());
@@ -255,7 +255,7 @@ impl BlockPool {
     #[inline]
     fn prefetch_block(&self, id: Option<&BlockId>) {
         if let Some(id) = id {
-            prefetch_index(&self.queue.records, id.index());
+            prefetch_index(&*self.queue.records, id.index());
         }
     }
 }
