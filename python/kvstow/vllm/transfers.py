@@ -145,7 +145,7 @@ class Transfers:
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
         offload, below = self.tier.offload, self.tier.below
-        if offload is None:
+        if offload is None or (below is None and not self.in_flight):
             return
         for job_id in offload.expire(self.tier.clock()):
             transfer = self.in_flight.get(job_id)
