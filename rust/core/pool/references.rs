@@ -69,11 +69,11 @@ impl BlockPool {
     /// [`Error::NoSuchBlock`] for an id outside the pool.
     pub fn touch(&mut self, ids: &[BlockId]) -> Result<()> {
         self.check_ids(ids)?;
-        for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_block(ids.get(at + AHEAD));
-            check_room(self.block(id).num_refs(), id, ids)?;
-        }
         let blocks = &mut *self.queue.records;
+        for (at, &id) in ids.iter().enumerate() {
+            prefetch_block(blocks, ids.get(at + AHEAD));
+            check_room(blocks[id.index()].num_refs(), id, ids)?;
+        }
         let (mut num_left, mut num_pinned) = (0, 0);
         // Blocks often leave the queue together with their neighbours. So the neighbours of a gap
         // are joined when it grows no more.
@@ -189,9 +189,10 @@ impl BlockPool {
 
     /// How many of these blocks `allocate` could take. Ignores the null block.
     pub(crate) fn num_free_of(&self, ids: &[BlockId]) -> usize {
+        let blocks = &*self.queue.records;
         let is_free = |(at, &id): (usize, &BlockId)| {
-            self.prefetch_block(ids.get(at + AHEAD));
-            let block = self.block(id);
+            prefetch_block(blocks, ids.get(at + AHEAD));
+            let block = &blocks[id.index()];
             !id.is_null() && block.num_refs() == 0 && !block.is_pinned()
         };
         ids.iter().enumerate().filter(|&block| is_free(block)).count()
@@ -207,7 +208,7 @@ impl BlockPool {
             check_room(self.pins[id.index()], id, ids)?;
         }
         for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_block(ids.get(at + AHEAD));
+            prefetch_block(&self.queue.records, ids.get(at + AHEAD));
             if id.is_null() {
                 continue;
             }
@@ -238,7 +239,7 @@ impl BlockPool {
             self.pins[id.index()] -= 1;
         }
         for (at, &id) in ids.iter().enumerate() {
-            self.prefetch_block(ids.get(at + AHEAD));
+            prefetch_block(&self.queue.records, ids.get(at + AHEAD));
             // A block that is named twice is unpinned once.
             if self.pins[id.index()] == 0 && self.block(id).is_pinned() {
                 self.queue.records[id.index()].set_pinned(false);
@@ -250,13 +251,13 @@ impl BlockPool {
         }
         Ok(())
     }
+}
 
-    /// Begins to load what is read of a block that comes later.
-    #[inline]
-    fn prefetch_block(&self, id: Option<&BlockId>) {
-        if let Some(id) = id {
-            prefetch_index(&*self.queue.records, id.index());
-        }
+/// Begins to load a block that comes later.
+#[inline]
+fn prefetch_block(blocks: &[Block], id: Option<&BlockId>) {
+    if let Some(id) = id {
+        prefetch_index(blocks, id.index());
     }
 }
 
