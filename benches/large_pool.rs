@@ -2,7 +2,8 @@
 //!
 //! Each row handles whole prompts in a pool of one size. A prompt's blocks are not in any cache, as
 //! in a server with many requests. The floor is what any hash table over blocks must do to memory:
-//! it touches random cache lines in arrays of the pool's size, and nothing else.
+//! it touches random cache lines in arrays of the pool's size, and nothing else. Its arrays are in
+//! pages of 4 KiB. The pool asks for large pages.
 //!
 //! ```text
 //!   lookup           reads an entry of a table and the block that it names
