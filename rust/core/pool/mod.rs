@@ -1,7 +1,8 @@
 //! One memory's blocks: who references them, their eviction order, and the keys they hold.
 //!
-//! Each file owns one of these: `block` one block's record, `references` the counts, `free_queue` the
-//! order, `keys` and `index` the keys, `fingerprints` the hash table of the index.
+//! Each file owns one of these: `block` one block's record, `records` the memory of all of them,
+//! `references` the counts, `free_queue` the order, `keys` and `index` the keys, `fingerprints` the
+//! hash table of the index.
 //!
 //! May import: error, event, ids, key.
 //!
