@@ -154,9 +154,9 @@ def _large_pages() -> Iterable[Finding]:
     yield Finding(
         "large pages",
         "ok" if is_on else "missing",
-        "The system gives host memory pages of 2 MiB, so a disk and large pools take less processor time."
+        "Host memory gets pages of 2 MiB, so a disk and large pools take less processor time."
         if is_on
-        else "Host memory has pages of 4 KiB only, so a disk and large pools take more processor time.",
+        else "Host memory has pages of 4 KiB, so a disk and large pools take more processor time.",
         "" if is_on else f"as root: echo madvise > {_LARGE_PAGES}",
         {"is_on": is_on},
     )
