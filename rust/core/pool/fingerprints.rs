@@ -57,7 +57,7 @@ pub(super) struct FingerprintTable<Buckets = Records<Bucket>> {
 pub(super) type Borrowed<'a> = FingerprintTable<&'a mut [Bucket]>;
 
 impl FingerprintTable {
-    /// Bytes on the heap for each block.
+    /// Bytes of memory for each block.
     pub(super) const BLOCK_BYTES: usize = size_of::<Bucket>() / BLOCKS_PER_BUCKET;
 
     /// An empty table for `num_blocks` blocks.
@@ -71,7 +71,7 @@ impl FingerprintTable {
         FingerprintTable { buckets: &mut self.buckets }
     }
 
-    /// Bytes on the heap.
+    /// Bytes of memory.
     pub(super) fn memory_bytes(&self) -> usize {
         self.buckets.len() * size_of::<Bucket>()
     }

@@ -169,7 +169,7 @@ impl<R: AsRef<Link> + AsMut<Link> + Pod> FreeQueue<R> {
         self.len = 0;
     }
 
-    /// Bytes on the heap.
+    /// Bytes of memory.
     pub(crate) fn memory_bytes(&self) -> usize {
         self.records.len() * size_of::<R>()
     }

@@ -52,7 +52,7 @@ const MAX_BATCH: usize = 512;
 const NUM_KEPT: usize = (2 * AHEAD + 1).next_power_of_two();
 
 impl Index {
-    /// Bytes on the heap for each block.
+    /// Bytes of memory for each block.
     pub(super) const BLOCK_BYTES: usize = FingerprintTable::BLOCK_BYTES;
 
     /// An index for blocks `1..num_blocks`, all without a key.
@@ -283,7 +283,7 @@ impl Index {
         self.num_cached = 0;
     }
 
-    /// Bytes on the heap.
+    /// Bytes of memory.
     pub(super) fn memory_bytes(&self) -> usize {
         self.table.memory_bytes()
     }

@@ -167,7 +167,7 @@ impl BlockPool {
         self.queue.iter()
     }
 
-    /// Bytes on the heap.
+    /// Bytes of memory.
     pub fn memory_bytes(&self) -> usize {
         self.queue.memory_bytes() + self.pins.capacity() * PIN_BYTES + self.index.memory_bytes()
     }

@@ -26,9 +26,12 @@ impl<T: Pod> Records<T> {
         let bytes = len.saturating_mul(size_of::<T>());
         let pages = if bytes < LARGE_PAGE_BYTES { None } else { MmapMut::map_anon(bytes).ok() };
         let Some(pages) = pages else { return Self::Heap(vec![T::zeroed(); len]) };
-        // A system without large pages refuses, and small ones do as well.
+        // The pages are taken now, so that no step waits for them. A system that refuses either
+        // advice gives small pages, or later.
         #[cfg(target_os = "linux")]
-        let _ = pages.advise(memmap2::Advice::HugePage);
+        for advice in [memmap2::Advice::HugePage, memmap2::Advice::PopulateWrite] {
+            let _ = pages.advise(advice);
+        }
         Self::Pages(pages)
     }
 
