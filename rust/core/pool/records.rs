@@ -26,8 +26,8 @@ impl<T: Pod> Records<T> {
         let bytes = len.saturating_mul(size_of::<T>());
         let pages = if bytes < LARGE_PAGE_BYTES { None } else { MmapMut::map_anon(bytes).ok() };
         let Some(pages) = pages else { return Self::Heap(vec![T::zeroed(); len]) };
-        // The pages are taken now, so that no step waits for them. A system that refuses either
-        // advice gives small pages, or later.
+        // The system gives the pages now, so that no step waits for them. If it refuses the first
+        // advice, they are small. If it refuses the second, it gives each at its first visit.
         #[cfg(target_os = "linux")]
         for advice in [memmap2::Advice::HugePage, memmap2::Advice::PopulateWrite] {
             let _ = pages.advise(advice);
