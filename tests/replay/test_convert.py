@@ -157,9 +157,10 @@ def test_a_log_may_have_an_empty_output_and_last_for_days(tmp_path: Path) -> Non
     assert [one.arrival_s for one in requests] == [0, 3, two_days_s, two_days_s]
 
 
-def test_a_log_line_from_before_the_first_one_arrives_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", ["01-01 00:00:00", "12-31 23:59:59"])
+def test_a_log_line_from_before_the_first_one_arrives_with_it(tmp_path: Path, before: str) -> None:
     path, line = tmp_path / "vllm.log", LOG.splitlines()[3]
-    path.write_text("\n".join([line, line.replace("00:00:01", "00:00:00")]))
+    path.write_text("\n".join([line, line.replace("01-01 00:00:01", before)]))
     requests = VllmLogReader(path, BLOCK).read().requests
     assert [one.arrival_s for one in requests] == [0, 0]
 

@@ -211,11 +211,17 @@ class VllmLogReader(TokenReader):
         return listed
 
     def _moment(self, text: str, latest: datetime | None, line: int) -> datetime:
-        """Return the time of a line in a made-up leap year; January follows December."""
+        """Return the time of a line in a made-up leap year; January follows December.
+
+        A line that was written late arrives with the line before.
+        """
         try:
             moment = datetime.strptime(f"2000-{text}", "%Y-%m-%d %H:%M:%S")
         except ValueError:
             self._fail(line, f"{text!r} is no time; expected MONTH-DAY HOUR:MINUTE:SECOND")
-        while latest is not None and moment < latest - _HALF_A_YEAR:
+        if latest is None:
+            return moment
+        while moment < latest - _HALF_A_YEAR:
             moment += timedelta(days=366)
-        return moment if latest is None else max(moment, latest)
+        is_of_last_year = moment > latest + _HALF_A_YEAR
+        return latest if is_of_last_year else max(moment, latest)
