@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tests.forks import in_child
-from tests.interrupts import is_interrupted
+from tests.interrupts import is_interrupted, lines_of
 from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, new_arena, open_file, wait_until
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
@@ -112,6 +112,15 @@ def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> N
 
 def _open(arena: HostArena, opened: list[Kept]) -> None:
     opened.append(Kept(arena))
+
+
+def test_closed_tier_that_its_user_drops_runs_nothing_more(arena: HostArena) -> None:
+    """Python ignores what a finalizer raises, so Ctrl-C would be lost there."""
+    opened = [Kept(arena)]
+    opened[0].close()
+    dropped = weakref.ref(opened[0])
+    assert not lines_of(opened.clear, str(queued.__file__))
+    assert dropped() is None
 
 
 def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:

@@ -173,7 +173,8 @@ class QueuedTier(SharedTier):
         """
         close_in_children(self)
         queues = self._puts, self._others
-        weakref.finalize(self, _end_threads, queues, self._num_threads).atexit = False
+        self._drop = weakref.finalize(self, _end_threads, queues, self._num_threads)
+        self._drop.atexit = False
         try:
             self._start_threads()
         except BaseException as error:  # an interrupt, too
@@ -295,6 +296,8 @@ class QueuedTier(SharedTier):
         for thread in self._threads:
             thread.join(max(0.0, until_s - time.monotonic()))
         self._fail_waiting()
+        # A finalizer has nothing left to do. Python would ignore Ctrl-C in it.
+        self._drop.detach()
 
     def _fail_waiting(self) -> None:
         """Fail what no thread has begun, because the threads hang or the system starts none."""
