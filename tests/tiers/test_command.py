@@ -223,6 +223,8 @@ def test_another_kind_of_file_is_refused(
     assert main(["tier", command, str(other)]) == 2
     assert "does not begin as an index does" in capsys.readouterr().err
     assert (tmp_path / "other.index").read_bytes() == b"my index"
+    assert main(["tier", command, str(tmp_path / "other.index")]) == 2
+    assert f"is the index of a slot file: pass {other}\n" in capsys.readouterr().err
     assert main(["tier", command, str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
 
