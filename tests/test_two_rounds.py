@@ -27,7 +27,7 @@ class StandIn(BaseHTTPRequestHandler):
         metric = f'kvstow_prefix_hit_tokens_total{{engine="0",tier="host"}} {float(hits)}\n'
         if not self.server.has_kvstow:  # type: ignore[attr-defined]
             metric = 'vllm:prefix_cache_hits_total{engine="0"} 0.0\n'
-        models = json.dumps({"data": [{"id": "model"}]})
+        models = json.dumps({"data": [{"id": "model"}] * (self.path == "/v1/models")})
         self.answer(metric if self.path == "/metrics" else models)
 
     def do_POST(self) -> None:
@@ -48,7 +48,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 def run(
-    script: Path, *, wanted: str = "", given: str = "", has_kvstow: bool = True
+    script: Path, *, wanted: str = "", given: str = "", has_kvstow: bool = True, behind: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on a server that wants an API key, unless that is empty."""
     seen.clear()
@@ -59,7 +59,7 @@ def run(
         thread.start()
         try:
             return subprocess.run(
-                [sys.executable, script, f"http://127.0.0.1:{server.server_port}"],
+                [sys.executable, script, f"http://127.0.0.1:{server.server_port}{behind}"],
                 capture_output=True,
                 check=False,
                 text=True,
@@ -80,6 +80,12 @@ def test_the_script_shows_the_tokens_of_each_round(key: str) -> None:
         "first round: T, 0 of 3200 prompt tokens came from host memory",
         "second round: T, 3072 of 3200 prompt tokens came from host memory",
     ]
+
+
+@pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
+def test_an_address_may_end_with_a_slash(name: str) -> None:
+    done = run(SCRIPT.with_name(name), behind="/")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_rounds_end_at_a_server_without_kvstow() -> None:
