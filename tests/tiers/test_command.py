@@ -105,7 +105,9 @@ def test_verify_counts_the_damaged_blocks(path: Path, capsys: pytest.CaptureFixt
     assert (facts["sound_blocks"], facts["bad_blocks"]) == (4, 2)
     assert "slots 2, 9" in str(facts["problem"])
     assert main(["tier", "verify", str(path)]) == 1
-    assert "2 blocks of" in capsys.readouterr().err
+    problem = capsys.readouterr().err
+    assert f"damaged blocks of {path}: 2, in slots 2, 9. They are misses." in problem
+    assert problem.endswith("After kill -9 a few are normal; otherwise check the disk\n")
 
 
 def test_verify_reads_batch_by_batch(
