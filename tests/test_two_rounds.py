@@ -27,7 +27,7 @@ class StandIn(BaseHTTPRequestHandler):
         metric = f'kvstow_prefix_hit_tokens_total{{engine="0",tier="host"}} {float(hits)}\n'
         if not self.server.has_kvstow:  # type: ignore[attr-defined]
             metric = 'vllm:prefix_cache_hits_total{engine="0"} 0.0\n'
-        models = json.dumps({"data": [{"id": "model"}] * (self.path == "/v1/models")})
+        models = json.dumps({"data": [{"id": "model"}]})
         self.answer(metric if self.path == "/metrics" else models)
 
     def do_POST(self) -> None:
@@ -39,7 +39,9 @@ class StandIn(BaseHTTPRequestHandler):
     def answer(self, text: str) -> None:
         key = self.server.key  # type: ignore[attr-defined]
         is_known = self.path == "/metrics" or key in ("", self.headers["Authorization"])
-        self.send_response(200 if is_known else 401)
+        # `path` begins with one slash, also if the client asked for two.
+        is_there = not self.requestline.split()[1].startswith("//")
+        self.send_response((200 if is_known else 401) if is_there else 404)
         self.end_headers()
         self.wfile.write(text.encode())
 
