@@ -22,7 +22,7 @@ from http import HTTPStatus
 if {"-h", "--help"} & set(sys.argv[1:]):
     print(__doc__.strip())
     sys.exit()
-ADDRESS = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
+ADDRESS = (sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000").rstrip("/")
 KEY = os.environ.get("VLLM_API_KEY", "")
 HEADERS = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {KEY}"} if KEY else {})
 NUM_DOCUMENTS, NUM_QUESTIONS = 24, 150

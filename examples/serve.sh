@@ -1,6 +1,7 @@
 #!/bin/sh
 # Start vLLM's server with 32 GiB of host memory for prefixes: examples/serve.sh MODEL [vLLM's flags]
 set -eu
+: "${1:?name a model: examples/serve.sh MODEL}"
 exec vllm serve "$@" --kv-transfer-config '{
     "kv_connector": "KVStowConnector",
     "kv_connector_module_path": "kvstow.vllm",

@@ -188,6 +188,28 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
             ["cpu_bytes_to_use is 1,024.00 GiB, and 1,024.00 GiB of memory are free here, so"],
         ),
         (
+            FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use": 32}},
+            ["cpu_bytes_to_use is 32 bytes, and a block takes 4,096 or more."],
+        ),
+        (
+            FLAG | {"kv_connector_extra_config": {"disk_path": "/no", "disk_bytes_to_use": 9999}},
+            ["disk_path is '/no', and this machine has no such folder, so a server that runs"],
+        ),
+        (
+            FLAG | {"kv_connector_extra_config": {"disk_path": "/", "disk_bytes_to_use": 1 << 62}},
+            ["disk_bytes_to_use is 4,294,967,296.00 GiB, and the file system of / has "],
+        ),
+        (
+            FLAG
+            | {
+                "kv_connector_extra_config": {
+                    "preserve_on_sleep": True,
+                    "weights_version_path": "/no/version",
+                }
+            },
+            ["weights_version_path is '/no/version', and this machine has no such file, so a"],
+        ),
+        (
             FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": "2TiB"}},
             ["cpu_bytes_to_use_per_rank is 2,048.00 GiB, and 1,024.00 GiB of memory are free"],
         ),

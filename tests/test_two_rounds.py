@@ -39,7 +39,9 @@ class StandIn(BaseHTTPRequestHandler):
     def answer(self, text: str) -> None:
         key = self.server.key  # type: ignore[attr-defined]
         is_known = self.path == "/metrics" or key in ("", self.headers["Authorization"])
-        self.send_response(200 if is_known else 401)
+        # `path` begins with one slash, also if the client asked for two.
+        is_there = not self.requestline.split()[1].startswith("//")
+        self.send_response((200 if is_known else 401) if is_there else 404)
         self.end_headers()
         self.wfile.write(text.encode())
 
@@ -48,7 +50,7 @@ class StandIn(BaseHTTPRequestHandler):
 
 
 def run(
-    script: Path, *, wanted: str = "", given: str = "", has_kvstow: bool = True
+    script: Path, *, wanted: str = "", given: str = "", has_kvstow: bool = True, behind: str = ""
 ) -> subprocess.CompletedProcess[str]:
     """Run a script on a server that wants an API key, unless that is empty."""
     seen.clear()
@@ -59,7 +61,7 @@ def run(
         thread.start()
         try:
             return subprocess.run(
-                [sys.executable, script, f"http://127.0.0.1:{server.server_port}"],
+                [sys.executable, script, f"http://127.0.0.1:{server.server_port}{behind}"],
                 capture_output=True,
                 check=False,
                 text=True,
@@ -80,6 +82,12 @@ def test_the_script_shows_the_tokens_of_each_round(key: str) -> None:
         "first round: T, 0 of 3200 prompt tokens came from host memory",
         "second round: T, 3072 of 3200 prompt tokens came from host memory",
     ]
+
+
+@pytest.mark.parametrize("name", ["two_rounds.py", "documents.py"])
+def test_an_address_may_end_with_a_slash(name: str) -> None:
+    done = run(SCRIPT.with_name(name), behind="/")
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_rounds_end_at_a_server_without_kvstow() -> None:

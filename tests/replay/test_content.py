@@ -169,6 +169,23 @@ def test_an_invalid_geometry_is_refused(layers: int, bytes_per_token: int, probl
         Geometry(1, 1, 2)
 
 
+@pytest.mark.parametrize("block_size", [1, 10, 17, 20, 528])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_geometry_without_whole_words_names_one_that_has_them(
+    block_size: int, layers: int
+) -> None:
+    refused = []
+    for times in range(1, 17):
+        try:
+            Geometry(block_size, layers, 2 * layers * times)
+        except ConfigError as error:
+            named = int(str(error).rpartition(" --bytes-per-token ")[2])
+            assert named > 2 * layers * times
+            Geometry(block_size, layers, named)
+            refused.append(named)
+    assert bool(refused) == (block_size % 8 != 0)
+
+
 def request(line: int, prompt: int, output: int, *ids: int) -> TraceRequest:
     return TraceRequest(line, 0.0, prompt, output, ids)
 

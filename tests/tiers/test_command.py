@@ -105,7 +105,9 @@ def test_verify_counts_the_damaged_blocks(path: Path, capsys: pytest.CaptureFixt
     assert (facts["sound_blocks"], facts["bad_blocks"]) == (4, 2)
     assert "slots 2, 9" in str(facts["problem"])
     assert main(["tier", "verify", str(path)]) == 1
-    assert "2 blocks of" in capsys.readouterr().err
+    problem = capsys.readouterr().err
+    assert f"damaged blocks of {path}: 2, in slots 2, 9. They are misses." in problem
+    assert problem.endswith("After kill -9 a few are normal; otherwise check the disk\n")
 
 
 def test_verify_reads_batch_by_batch(
@@ -223,6 +225,8 @@ def test_another_kind_of_file_is_refused(
     assert main(["tier", command, str(other)]) == 2
     assert "does not begin as an index does" in capsys.readouterr().err
     assert (tmp_path / "other.index").read_bytes() == b"my index"
+    assert main(["tier", command, str(tmp_path / "other.index")]) == 2
+    assert f"is the index of a slot file: pass {other}\n" in capsys.readouterr().err
     assert main(["tier", command, str(tmp_path / "none")]) == 2
     assert "does not exist" in capsys.readouterr().err
 

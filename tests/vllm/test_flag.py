@@ -95,6 +95,13 @@ def test_the_script_hands_the_flag_to_vllm(tmp_path: Path) -> None:
     assert json.loads(given[-1])["kv_connector"] == "KVStowConnector"
 
 
+def test_the_script_asks_for_a_model() -> None:
+    script = [ROOT / "examples" / "serve.sh"]
+    asked = subprocess.run(script, capture_output=True, check=False, text=True)
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert asked.stderr.endswith("name a model: examples/serve.sh MODEL\n")
+
+
 def test_the_manifest_is_consistent() -> None:
     parts, vllm = manifest(), container()
     pod = parts["Deployment"]["spec"]["template"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, Status
 from kvstow.memory import free_memory
 from kvstow.sizes import format_bytes
+from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.secondary_file import secondary_file
 
@@ -120,7 +122,9 @@ def _wrong_connector(flag: Mapping[str, Any], own: Mapping[str, Any]) -> Iterato
     options = own.get(WHERE, {})
     try:
         if isinstance(options, Mapping):
-            yield from _too_large(Options.parse(options))
+            read = Options.parse(options)
+            yield from _wrong_size(read)
+            yield from _not_here(read)
     except ConfigError as error:
         yield _broken(error, f'correct the object "{WHERE}"')
 
@@ -149,20 +153,42 @@ def _broken(error: ConfigError, advice: str) -> _Problem:
     return _Problem("broken", says if says.endswith("?") else f"{says}.", advice)
 
 
-def _too_large(options: Options) -> Iterator[_Problem]:
-    """Find a tier that this machine has no memory for, as far as the flag says its bytes."""
-    free = free_memory()
-    if options.observe or options.num_cpu_blocks is not None or free is None:
+def _wrong_size(options: Options) -> Iterator[_Problem]:
+    """Find a tier without room for a block, and one that this machine has no memory for."""
+    if options.observe or options.num_cpu_blocks is not None:
         return
-    num_bytes = options.total_bytes(slot_stride_bytes=0, world_size=1)
-    if num_bytes > free:
-        of_rank = options.cpu_bytes_to_use_per_rank is not None
-        name = "cpu_bytes_to_use_per_rank" if of_rank else "cpu_bytes_to_use"
+    num_bytes, free = options.total_bytes(slot_stride_bytes=0, world_size=1), free_memory()
+    of_rank = options.cpu_bytes_to_use_per_rank is not None
+    name = "cpu_bytes_to_use_per_rank" if of_rank else "cpu_bytes_to_use"
+    if num_bytes < SLOT_ALIGNMENT_BYTES:
+        says = f"{name} is {num_bytes} bytes, and a block takes {SLOT_ALIGNMENT_BYTES:,} or more."
+        yield _Problem("broken", says, f'write the unit: "{name}": "{num_bytes}GiB"')
+    elif free is not None and num_bytes > free:
         says = (
             f"{name} is {format_bytes(num_bytes)}, and {format_bytes(free)} of memory are free "
             "here, so a server that runs here alone stops after it has loaded its weights."
         )
         yield _Problem("missing", says, f"lower {name}, or end what takes the memory now")
+
+
+def _not_here(options: Options) -> Iterator[_Problem]:
+    """Find folders and files that a server needs and this machine lacks. Opens none."""
+    ends = "so a server that runs here stops after it has loaded its weights."
+    folder, version = options.disk_path, options.weights_version_path
+    if folder is not None and not Path(folder).is_dir():
+        says = f"disk_path is {folder!r}, and this machine has no such folder, {ends}"
+        yield _Problem("missing", says, "create the folder, or name another one")
+    elif folder is not None and options.disk_bytes_to_use is not None:
+        num_bytes, there = options.disk_bytes_to_use, shutil.disk_usage(folder).total
+        if num_bytes > there:
+            says = (
+                f"disk_bytes_to_use is {format_bytes(num_bytes)}, and the file system of "
+                f"{folder} has {format_bytes(there)}, {ends}"
+            )
+            yield _Problem("missing", says, "lower disk_bytes_to_use, or name another disk")
+    if version is not None and not Path(version).is_file():
+        says = f"weights_version_path is {version!r}, and this machine has no such file, {ends}"
+        yield _Problem("missing", says, "write a line that names the weights to this file")
 
 
 def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:

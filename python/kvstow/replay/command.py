@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -121,7 +122,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
             refuse_ignored_input("replay")
         found = read_trace(trace or BUNDLED_TRACE, chain=chain, limit=limit, block_size=block_size)
         warn_of_times(found.requests)
-        return found
+        return replace(found, path=BUNDLED_NAME) if trace is None else found
 
     title = BUNDLED_NAME if trace is None else Source(trace).name
     if trace is not None:

@@ -53,8 +53,14 @@ class Geometry:
         if self.region_bytes % WORD_BYTES:
             raise ConfigError(
                 f"a block of {self.block_size} tokens takes {self.region_bytes} bytes per K or V "
-                f"of a layer; it must be a multiple of {WORD_BYTES}"
+                f"of a layer; it must be a multiple of {WORD_BYTES}: with --model full pass "
+                f"--bytes-per-token {self._next_fitting()}"
             )
+
+    def _next_fitting(self) -> int:
+        """Return the next bytes per token with which a block has whole words in each region."""
+        step = WORD_BYTES // math.gcd(self.block_size, WORD_BYTES)
+        return (self.region_token_bytes // step + 1) * step * self.num_regions
 
     @property
     def num_regions(self) -> int:

@@ -87,7 +87,10 @@ def verify(output: Output, path: str) -> int:
             slots = ", ".join(map(str, bad[:_MAX_NAMED_SLOTS]))
             more = f" and {len(bad) - _MAX_NAMED_SLOTS} more" * (len(bad) > _MAX_NAMED_SLOTS)
             why = f" ({verified.error.strerror})" if verified.error else ""
-            problem = f"{len(bad)} blocks of {path} are damaged{why}: slots {slots}{more}"
+            problem = (
+                f"damaged blocks of {path}: {len(bad)}{why}, in slots {slots}{more}. They are "
+                "misses. After kill -9 a few are normal; otherwise check the disk"
+            )
         return facts, problem
 
     return _reported(output, path, look)

@@ -145,6 +145,10 @@ def inspected(
     try:
         index = files.open(path + INDEX_SUFFIX, (os.O_RDWR if to_write else os.O_RDONLY) | _FLAGS)
     except FileNotFoundError as error:
+        if path.endswith(INDEX_SUFFIX):
+            raise ConfigError(
+                f"{path} is the index of a slot file: pass {path.removesuffix(INDEX_SUFFIX)}"
+            ) from error
         raise ConfigError(
             f"{path} is not a slot file ({path + INDEX_SUFFIX} does not exist); pass the path that "
             f"the tier was opened with{_OR_SNAPSHOT}"
