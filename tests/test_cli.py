@@ -24,7 +24,8 @@ import pytest
 
 from kvstow import Engine, FullAttention, choices, cli
 from kvstow.output import ResultFile
-from kvstow.replay import BUNDLED_TRACE, command
+from kvstow.replay import command
+from kvstow.replay.bundled import BUNDLED_NAME
 from kvstow.transfer import READY, BlockLayout
 
 ROW = '{"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [0, 1]}\n'
@@ -429,13 +430,13 @@ def test_without_data_on_standard_input_the_bundled_trace_is_replayed(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", idle)
     done = run(*BUNDLED)
-    assert replayed(done) == (str(BUNDLED_TRACE), 2)
+    assert replayed(done) == (BUNDLED_NAME, 2)
     assert done.stderr == ""
 
 
 def test_without_standard_input_the_bundled_trace_is_replayed() -> None:
     done = shell('kvstow "$@" <&-', *BUNDLED)
-    assert (replayed(done), done.stderr) == ((str(BUNDLED_TRACE), 2), "")
+    assert (replayed(done), done.stderr) == ((BUNDLED_NAME, 2), "")
 
 
 def test_an_open_and_empty_pipe_gets_a_note(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,5 +444,5 @@ def test_an_open_and_empty_pipe_gets_a_note(run: Run, monkeypatch: pytest.Monkey
     with open(read_end, "rb") as idle, open(write_end, "wb"):
         monkeypatch.setattr(sys, "stdin", idle)
         done = run(*BUNDLED)
-    assert replayed(done) == (str(BUNDLED_TRACE), 2)
+    assert replayed(done) == (BUNDLED_NAME, 2)
     assert "pass - to wait for a trace" in done.stderr

@@ -72,10 +72,16 @@ def test_table_prints_findings_and_fixes(
 ) -> None:
     machine(monkeypatch, checks.Driver(12080, num_devices=1))
     remove_cupy(monkeypatch)
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("COLUMNS", raising=False)
 
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
+    lines = printed.splitlines()
+    assert all(line == line.rstrip() for line in lines)
+    advice = [finding.advice for finding in found().values() if len(finding.advice) > 52]
+    assert advice, "a line of 80 columns has room for all"
+    for one in advice:  # nothing cuts a command in two for grep
+        assert any(one in line for line in lines), one
     assert "cupy is not installed, so kvstow cannot use the GPU." in printed
     assert "pip install 'kvstow[cuda12]'" in printed
     assert found()["cupy"].status == "broken"

@@ -32,6 +32,7 @@ _WRITTEN: Final = frozenset({"html", "png", "csv_file", "json_file", "events_pat
 """The parameters of all commands that name a file to write."""
 _READ_METAVARS: Final = frozenset({"FILE", "PATH", "MODEL"})
 _LEAST_COLUMNS: Final = 60  # rich drops the columns of a table that do not fit
+_MOST_COLUMNS: Final = 10_000  # of a pipe or a file, where no line is cut for a reader such as grep
 _RULE: Final = "─"  # below the heads of a table
 _MOST_RANKS: Final = 64  # of kvstow replay --world-size
 _STDIN_PATH: Final = "/dev/stdin"  # a link to the file that the shell has opened
@@ -281,7 +282,10 @@ def written_file(name: str | None) -> Iterator[Callable[[Callable[[], str | byte
 
 
 def _rendered(shown: Table | str) -> str:
-    """Return the text for this terminal; `[/model]` or `:smile:` in a table is no markup."""
+    """Return the text for this terminal, or in lines of any length for a pipe or a file.
+
+    `[/model]` or `:smile:` in a table is no markup.
+    """
     if isinstance(shown, str):
         return shown
     if shown.box is not None and not can_print(_RULE):
@@ -294,9 +298,11 @@ def _rendered(shown: Table | str) -> str:
     console = Console(
         file=text, force_terminal=is_terminal, highlight=False, markup=False, emoji=False
     )
-    console.width = max(console.width, _LEAST_COLUMNS)
+    is_bounded = is_terminal or "COLUMNS" in os.environ
+    console.width = max(console.width, _LEAST_COLUMNS) if is_bounded else _MOST_COLUMNS
     console.print(shown)
-    return text.getvalue()
+    found = text.getvalue()
+    return found if is_terminal else "".join(f"{line.rstrip()}\n" for line in found.splitlines())
 
 
 def can_print(text: str) -> bool:

@@ -328,6 +328,12 @@ def test_text_says_at_which_speed_prefill_is_saved() -> None:
         "saved prefill is that of a server that computes 100 prompt tokens a second: "
         "--prefill-tokens-per-s"
     )
+    slow = replace(plan(), options=replace(plan().options, prefill_tokens_per_s=0.1))
+    assert about(slow, trace)[-1] == (
+        "saved prefill is that of a server that computes 0.1 prompt tokens a second: "
+        f"--prefill-tokens-per-s. The trace has {1300 / 3600 / 0.1:.1f} times as many, which is "
+        "the traffic of several servers"
+    )
 
 
 def test_sketch_shows_the_knee() -> None:

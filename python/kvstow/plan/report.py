@@ -249,6 +249,12 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
     # A reader sees in both whether the timestamps were seconds.
     per_s = workload.num_prompt_tokens / (hours * _SECONDS_PER_HOUR) if hours else None
     rate = "" if per_s is None else f" ({per_s:,.0f} a second)"
+    speed, excess = plan.options.prefill_tokens_per_s, ""
+    if per_s is not None and per_s > speed:
+        excess = (
+            f". The trace has {per_s / speed:,.1f} times as many, which is the traffic of several "
+            "servers"
+        )
     ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
     copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
     num_groups, slot_gib = len(geometry.groups), geometry.host_block_bytes / GIB
@@ -269,8 +275,8 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
         f"{geometry.name}{ranks}: {geometry.derivation[0]}",
         *geometry.derivation[1:],
         slots,
-        "saved prefill is that of a server that computes "
-        f"{plan.options.prefill_tokens_per_s:,.6g} prompt tokens a second: --prefill-tokens-per-s",
+        f"saved prefill is that of a server that computes {speed:,.6g} prompt tokens a second: "
+        f"--prefill-tokens-per-s{excess}",
     ]
 
 
