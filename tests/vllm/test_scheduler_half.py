@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -863,3 +863,31 @@ def test_loads_that_land_in_one_step_do_not_copy_what_landed_before_each() -> No
     assert output.finished_recving == {"of another connector", *ours}
     assert landed == {"of another connector"}, "it may be another connector's"
     assert _CountedSet.num_unions <= 1
+
+
+class _CountedDict(dict[str, None]):
+    """Counts its keys that are read one after the other."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.num_read += 1
+            yield name
+
+
+def test_a_step_does_not_look_at_each_request_that_loads() -> None:
+    """With 4,000 of them that took 0.1 ms a step."""
+    scheduler = Scheduler(FULL)
+    for name in "abc":
+        scheduler.store_request(name, num_shared=0)
+    for name in "abc":
+        scheduler.admit(scheduler.request(f"again-{name}", 100, num_shared=0))
+    request = scheduler.request("z", 100, num_shared=0)
+    assert scheduler.admit(request) == 0
+    requests = scheduler.half.requests
+    fresh = requests.fresh = _CountedDict(requests.fresh)
+    assert len(fresh) == 4
+    scheduler.step(request)
+    assert fresh.num_read <= 1
+    assert list(fresh) == ["again-a", "again-b", "again-c"]
