@@ -28,6 +28,7 @@ from tests.engine.world import (
 from tests.forks import in_child
 
 from kvstow import (
+    AllBlocksCleared,
     ChunkedLocal,
     ConfigError,
     Engine,
@@ -420,6 +421,23 @@ def test_events_cover_both_pools_and_survive_a_restart() -> None:
         assert (device.medium, host.medium) == ("GPU", "CPU")
         assert device.token_ids == DOCUMENT  # type: ignore[union-attr]
         assert it.engine.take_events() == []
+
+
+def test_events_that_nobody_takes_do_not_grow_without_bound(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstow.engine.event_log.MAX_KEPT", 4)
+    with world(events=True) as it:
+        for number in range(6):
+            it.put_on_the_host([number] * BLOCK)
+        taken = it.engine.take_events()
+        assert len(taken) == 4
+        *_, stored, cleared = taken
+        assert (stored.medium, type(cleared)) == ("CPU", AllBlocksCleared), "the newest stay"
+        assert len(it.engine.take_transfer_events()) == 4
+        assert caplog.text.count("nobody takes the events") == 1
+        it.put_on_the_host(DOCUMENT)
+        assert it.engine.take_events(), "it goes on"
 
 
 # -- building ----------------------------------------------------------------------------------

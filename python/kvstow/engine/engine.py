@@ -121,7 +121,8 @@ class Engine(Closing):
             all of them. It fails, or is late, if it does so on one.
         blocks_per_slot: with more than 1, copies have longer runs of host memory, and a tail that
             does not fill a slot is not stored. It needs an eager engine and full attention only.
-        events: keep events for `take_events` and `take_transfer_events`.
+        events: keep events for `take_events` and `take_transfer_events`, the last 1,048,576 of each
+            kind.
         disk: where the disk tier lies: a slot file, with several ranks one for each. It keeps what
             the host evicts, also when the process ends. None for no disk tier.
         disk_options: how the engine uses the disk tier. A disk tier needs them, unless there is a

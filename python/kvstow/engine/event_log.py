@@ -1,11 +1,20 @@
 """The events of an engine: kept for the caller, written to a file, or both."""
 
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
 from os import PathLike
+from typing import Final, TypeVar
 
 from kvstow.closing import Closing
 from kvstow.engine.state import State
 from kvstow.observability.events import BlockEvent, EventFile, TransferEvent
+
+logger = logging.getLogger(__name__)
+
+MAX_KEPT: Final = 1 << 20
+"""Block events that are kept for a caller who does not take them, and as many events of jobs."""
+_Event = TypeVar("_Event")
 
 
 class EventLog(Closing):
@@ -23,11 +32,12 @@ class EventLog(Closing):
         *,
         keeps: bool,
     ) -> None:
-        """Open the file at `path`, if any. With `keeps`, keep events for the caller."""
+        """Open the file at `path`, if any. With `keeps`, keep the newest events for the caller."""
         self.file = None if path is None else EventFile(path, clock=clock)
         self._keeps = keeps
-        self._block_events: list[BlockEvent] = []
-        self._transfer_events: list[TransferEvent] = []
+        self._block_events: deque[BlockEvent] = deque(maxlen=MAX_KEPT)
+        self._transfer_events: deque[TransferEvent] = deque(maxlen=MAX_KEPT)
+        self._has_warned = False
         self._unwritten: list[BlockEvent | TransferEvent] = []
 
     @property
@@ -49,18 +59,32 @@ class EventLog(Closing):
             self.file.write(self._unwritten)
         events, self._unwritten = self._unwritten, []
         if self._keeps:
-            self._block_events += [event for event in events if isinstance(event, BlockEvent)]
-            self._transfer_events += [event for event in events if isinstance(event, TransferEvent)]
+            self._keep(self._block_events, (it for it in events if isinstance(it, BlockEvent)))
+            jobs = (it for it in events if isinstance(it, TransferEvent))
+            self._keep(self._transfer_events, jobs)
+
+    def _keep(self, kept: deque[_Event], events: Iterable[_Event]) -> None:
+        """Keep events, and the newest ones only of too many."""
+        for event in events:
+            if len(kept) == kept.maxlen and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "kvstow: nobody takes the events of an engine, so those before the last %d are "
+                    "dropped. Call take_events and take_transfer_events more often, or build the "
+                    "engine without events",
+                    kept.maxlen,
+                )
+            kept.append(event)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Return the kept block events, and keep them no longer."""
-        events, self._block_events = self._block_events, []
-        return events
+        events, self._block_events = self._block_events, deque(maxlen=MAX_KEPT)
+        return list(events)
 
     def take_transfer_events(self) -> list[TransferEvent]:
         """Return the kept events of jobs, and keep them no longer."""
-        events, self._transfer_events = self._transfer_events, []
-        return events
+        events, self._transfer_events = self._transfer_events, deque(maxlen=MAX_KEPT)
+        return list(events)
 
     def close(self) -> None:
         """Close the file."""

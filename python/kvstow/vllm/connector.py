@@ -263,7 +263,8 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand this step's jobs to the workers."""
-        self._observer.stepped(self._scheduler.num_host_blocks)
+        num_blocks = self._scheduler.num_host_blocks
+        self._observer.stepped(num_blocks, scheduler_output.num_scheduled_tokens)
         return self._scheduler.build(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

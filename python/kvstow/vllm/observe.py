@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
@@ -112,18 +112,19 @@ class Observer:
         seen.is_admitted = self.has_news = True
         self._each(lambda part: part.admitted(request, seen.num_local_tokens, num_external_tokens))
 
-    def stepped(self, num_slots: int) -> None:
+    def stepped(self, num_slots: int, scheduled: Collection[str] | None = None) -> None:
         """Take the end of scheduling a step.
 
         Args:
             num_slots: host slots of a tier as large as the options say; 0 if not known yet.
+            scheduled: the ids of the requests of the step; None: not known.
         """
         if (shadow := self.shadow) is None:
             return
         if num_slots != shadow.num_slots:
             self._try(shadow, lambda: shadow.resize(num_slots))
         if shadow.is_computing:
-            self._try(shadow, shadow.stepped)
+            self._try(shadow, partial(shadow.stepped, scheduled))
 
     def finished(self, request: Request) -> None:
         """Take the end of a request."""

@@ -198,7 +198,12 @@ class Requests:
                 end = min(end, request.num_tokens)
             tracked.scheduled_tokens = end
         if self.fresh:
-            for request_id in [name for name in self.fresh if name in num_scheduled]:
+            # Thousands may be loading, while a step schedules few.
+            few: Mapping[str, object] = self.fresh
+            many: Mapping[str, object] = num_scheduled
+            if len(few) > len(many):
+                few, many = many, few
+            for request_id in [name for name in few if name in many]:
                 tracked = self.tracked[request_id]
                 tracked.num_given_tokens = tracked.given_tokens()
                 self._scheduled[request_id] = None

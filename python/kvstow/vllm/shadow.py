@@ -19,7 +19,7 @@ with the mean number of slots that a block took (`_slots_per_key`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -87,6 +87,8 @@ class ShadowTier:
         self._past_s = self._num_hits = self._num_lookups = 0.0
         self._num_new_keys = self._num_window_slots = 0.0
         self._computing: dict[str, tuple[Request, int]] = {}
+        # The requests of the last step, of which vLLM had not counted the tokens yet.
+        self._scheduled: Collection[str] = ()
 
     def admitted(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
         """Count a request that vLLM admits for the first time."""
@@ -111,9 +113,21 @@ class ShadowTier:
         """Whether a prompt was not computed when `stepped` looked last."""
         return bool(self._computing)
 
-    def stepped(self) -> None:
-        """Insert the prompts that are computed. Call it when vLLM has scheduled a step."""
-        for request_id, (request, num_tokens) in list(self._computing.items()):
+    def stepped(self, scheduled: Collection[str] | None = None) -> None:
+        """Insert the prompts that are computed. Call it when vLLM has scheduled a step.
+
+        Args:
+            scheduled: the ids of the requests of the step. Only those of the last step have moved
+                on since, while thousands may be loading. None: not known, so look at all.
+        """
+        few: Collection[str] = self._computing
+        many: Collection[str] = few
+        if scheduled is not None:
+            many, self._scheduled = self._scheduled, scheduled
+            if len(few) > len(many):
+                few, many = many, few
+        for request_id in [name for name in few if name in many]:
+            request, num_tokens = self._computing[request_id]
             if request.num_computed_tokens >= num_tokens:
                 del self._computing[request_id]
                 self._insert(request, num_tokens)

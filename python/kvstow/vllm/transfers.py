@@ -111,13 +111,15 @@ class Transfers:
 
         A job stays in flight until nothing is left to do that may raise.
         """
+        loaded: set[str] | None = None
         for end in ends:
             transfer = self.in_flight[end.job_id]
             self._release(transfer)
             if transfer.direction == "load":
                 if end.ok:
-                    loaded = output.finished_recving or set()
-                    output.finished_recving = loaded | {transfer.request_id}
+                    if loaded is None:  # one copy, because thousands of loads may land in a step
+                        loaded = output.finished_recving = set(output.finished_recving or ())
+                    loaded.add(transfer.request_id)
                 elif not transfer.is_late:
                     self.fail_load(transfer.request_id)
             else:
