@@ -33,6 +33,20 @@ def test_steps_are_stored_together_once_they_have_had_enough_tokens() -> None:
     assert num_stored(scheduler) == []
 
 
+def test_a_request_that_is_not_computed_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstow.vllm.stores.MAX_REQUESTS", 1)
+    scheduler = Scheduler(FULL, gathered_tokens=1)
+    requests = [scheduler.request(name, 100, num_shared=0) for name in "abc"]
+    for request in requests:
+        scheduler.admit(request)
+    requests[0].num_in_flight_tokens = 100
+    scheduler.step(*requests)
+    stored = [num_stored(scheduler) for _ in range(4)]
+    assert sorted(stored) == [[], [], [6], [6]]
+    requests[0].num_in_flight_tokens = 0
+    assert num_stored(scheduler) + num_stored(scheduler) == [6]
+
+
 @pytest.mark.parametrize("event", ["finished", "preempts", "rests", "full"])
 def test_gathered_blocks_are_stored_before_vllm_may_take_them(event: str) -> None:
     scheduler = Scheduler(FULL, gathered_tokens=10_000)

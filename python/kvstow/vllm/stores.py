@@ -85,7 +85,10 @@ class Stores:
                 continue
             num_computed = tracked.num_cached_tokens(tables)
             if num_computed < tracked.due_tokens:
-                continue  # its step is under way, or vLLM rejected its drafts
+                # Its step is under way, or vLLM rejected its drafts. Others come before it, because
+                # it may wait for long.
+                due[request_id] = due.pop(request_id)
+                continue
             hashes.append(tracked.new_hashes(offload, num_computed))
             for g, group in enumerate(model.groups):
                 num_full = model.num_cacheable_blocks(g, num_computed)
