@@ -356,7 +356,8 @@ def test_a_connection_that_fails_is_no_question(
         store.fails = False
         assert answer(asker.ask([key(1)])) == [True]
         assert asker.stats.failed_questions == 0
-    assert not caplog.records
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "does not answer at the start (" in caplog.text
 
 
 def test_a_store_that_cannot_be_opened_is_tried_again(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.tiers.resp.server import free_port
+from tests.tiers.setup import wait_until
 from tests.vllm.sharing import (
     LONG_S,
     NUM_BLOCKS,
@@ -95,6 +96,19 @@ def test_a_server_connects_before_its_first_request(
     monkeypatch.setattr(Nodes, "connect", noted)
     started()
     assert connected.wait(LONG_S)
+
+
+def test_the_log_says_at_the_start_that_no_store_answers(
+    started: Started, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A URL or a password that is wrong would else show only once requests have come."""
+    assert serve(started(), "p") == 0
+    said = "the shared tier does not answer at the start ("
+    assert said not in caplog.text
+    port = free_port()
+    started(shared=f"redis://127.0.0.1:{port}")
+    wait_until(lambda: said in caplog.text, "nothing is said")
+    assert f"127.0.0.1:{port}" in caplog.text
 
 
 def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

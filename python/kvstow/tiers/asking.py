@@ -51,6 +51,13 @@ DEFAULT_KEEP_S: Final = 1.0
 MAX_KEYS: Final = 8192
 DEFAULT_CACHED_KEYS: Final = 1 << 17
 _MAX_QUEUED_KEYS: Final = 1 << 17
+# A connection may take as long as this.
+_CONNECT_S: Final = 5.0
+# Its first answer shows whether a URL and a password are right.
+_SILENT: Final = (
+    "kvstow: the shared tier does not answer at the start (%s). Requests go on without it, and it "
+    "is asked again as they come"
+)
 # What `connect` asks for: no block has this key.
 _NO_BLOCK: Final[Key] = (bytes(32), 0)
 
@@ -260,6 +267,8 @@ class Asker(Closing):
     def connect(self) -> None:
         """Begin to connect, so that the first question need not wait for it. Never blocks.
 
+        If the store does not answer, the log says so before the first request.
+
         Raises:
             StateError: as `ask`.
         """
@@ -345,12 +354,18 @@ class Asker(Closing):
             return store
         try:
             store = store or self._connect()
-            answer = store.found(call.keys or [_NO_BLOCK], self._call_s)
+            if call.keys:
+                answer = store.found(call.keys, self._call_s)
+            else:
+                answer = store.found([_NO_BLOCK], max(self._call_s, _CONNECT_S))
         except Exception as error:
             self._end(call, None)
             if not isinstance(error, KvstowError):
                 logger.exception("kvstow: the shared tier failed; please report this")
-            if self.breaker.failed():
+            has_opened = self.breaker.failed()
+            if not call.keys:
+                logger.warning(_SILENT, error)
+            elif has_opened:
                 logger.warning(
                     "kvstow: the shared tier does not say what it has (%s). It is asked again "
                     "after some seconds, and its blocks are recomputed meanwhile",
@@ -358,6 +373,8 @@ class Asker(Closing):
                 )
             return store
         self._end(call, answer)
+        if answer.error is not None and not call.keys:
+            logger.warning(_SILENT, answer.error)
         # After an error only a hit shows that one of several servers answers.
         has_answered = answer.error is None or any(answer.found)
         if has_answered and self.breaker.succeeded():
