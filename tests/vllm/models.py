@@ -43,6 +43,35 @@ LLAMA = {
     "hidden_act": "silu",
 }
 
+# One group of windows of 100 tokens, which ends within a block.
+MISTRAL: dict[str, object] = LLAMA | {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 100,
+}
+
+# Three groups of chunked local attention and one of full attention.
+LLAMA4: dict[str, object] = {
+    **_COMMON,
+    "architectures": ["Llama4ForCausalLM"],
+    "model_type": "llama4_text",
+    "intermediate_size_mlp": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    "attention_chunk_size": 128,
+    "no_rope_layers": [1, 1, 1, 0],
+    "attn_temperature_tuning": False,
+    "use_qk_norm": True,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 0,
+    "moe_layers": [],  # no layer of experts
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "pad_token_id": 0,
+}
+
 # Three groups: two windows of 128 tokens and one of full attention.
 GEMMA = {
     **_COMMON,
@@ -56,6 +85,31 @@ GEMMA = {
     "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
     "query_pre_attn_scalar": 64,
     "hidden_activation": "gelu_pytorch_tanh",
+}
+
+# The last three of six layers read the KV of earlier ones.
+GEMMA_3N: dict[str, object] = {
+    **_COMMON,
+    "architectures": ["Gemma3nForCausalLM"],
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 128,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 32,
+    "laurel_rank": 16,
+    "altup_num_inputs": 2,
+    "altup_active_idx": 0,
+    "altup_correct_scale": True,
+    "altup_coef_clip": 120.0,
+    "activation_sparsity_pattern": [0.0] * 6,
+    "final_logit_softcapping": 30.0,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
 }
 
 

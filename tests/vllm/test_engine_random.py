@@ -34,7 +34,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 
 MODELS: dict[str, tuple[dict[str, object], int]] = {
     "llama": (models.LLAMA, 36),
+    "mistral": (models.MISTRAL, 36),
+    "llama4": (models.LLAMA4, 140),
     "gemma": (models.GEMMA, 75),
+    "gemma-3n": (models.GEMMA_3N, 75),
     "granite": (models.GRANITE, 60),
     "qwen-next": (models.QWEN_NEXT, 60),
 }
