@@ -55,8 +55,8 @@ from tests.tiers.resp.server import Server
 from kvstow._core import row_digests
 from kvstow.bench import machine
 from kvstow.tiers import TierBlocks, TierTicket
-from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.namespace import HEADER_BYTES
 from kvstow.tiers.resp import RespTier
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import HostArena

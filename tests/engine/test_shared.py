@@ -33,7 +33,7 @@ from kvstow import ConfigError, SharedOptions, StateError, TransferError
 from kvstow.engine.request import Request
 from kvstow.engine.shared import Shared
 from kvstow.tiers import SharedStore
-from kvstow.tiers.framed import HEADER_BYTES, KEY_PREFIX
+from kvstow.tiers.namespace import HEADER_BYTES, KEY_PREFIX
 from kvstow.transfer import READY, BlockLayout
 
 NUM_WHOLE = (len(DOCUMENT) - 1) // BLOCK * BLOCK

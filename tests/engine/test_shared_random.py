@@ -22,7 +22,7 @@ from tests.engine.world import World
 from tests.tiers.resp.server import Server
 
 from kvstow._core import row_digests
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 
 NUM_SEEDS = int(os.environ.get("KVSTOW_SEEDS", "6"))
 SEEDS = [int(os.environ["KVSTOW_SEED"])] if "KVSTOW_SEED" in os.environ else list(range(NUM_SEEDS))

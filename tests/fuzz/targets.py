@@ -39,7 +39,7 @@ from kvstow.replay.convert import TokenReader, VllmLogReader, trace_lines
 from kvstow.replay.trace import ChainedReader, ContentReader, TraceReader
 from kvstow.sizes import parse_bytes
 from kvstow.tiers.frame import FRAME, SCHEMA, Context, are_of, are_sound, place_of, seal
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.namespace import HEADER_BYTES, Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp.address import Address
 from kvstow.tiers.resp.wire import Wire, WireError

@@ -17,8 +17,8 @@ from tests.tiers.setup import LONG_S, blocks, digest_of
 from kvstow import ConfigError
 from kvstow._core import row_digests
 from kvstow.tiers import TierTicket
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
+from kvstow.tiers.namespace import HEADER_BYTES, Namespace
 from kvstow.tiers.shared_keys import delete_blocks
 from kvstow.transfer import HostArena
 

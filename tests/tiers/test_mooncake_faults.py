@@ -18,9 +18,9 @@ from tests.tiers.mooncake_master import Master, missing
 from tests.tiers.shared_calls import NUM_SLOTS, SEEDS, SLOT_BYTES, Calls
 
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.mooncake_link import Link
+from kvstow.tiers.namespace import HEADER_BYTES, Namespace
 from kvstow.transfer import HostArena
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())

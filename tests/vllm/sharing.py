@@ -9,7 +9,7 @@ import pytest
 from tests.tiers.resp.server import Server as Store
 from tests.vllm.halves_below import Server
 
-from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
+from kvstow.tiers.namespace import KEY_PREFIX, NAMESPACE_BYTES
 
 NUM_HIT, NUM_BLOCKS = 96, 6
 LONG_S = 20.0

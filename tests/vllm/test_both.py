@@ -23,7 +23,7 @@ from tests.vllm.sharing import LONG_S, NUM_BLOCKS, NUM_HIT, AnySum, keys, serve
 from kvstow import ConfigError
 from kvstow.tiers import TierTicket
 from kvstow.tiers import both as both_tiers
-from kvstow.tiers.framed import HEADER_BYTES
+from kvstow.tiers.namespace import HEADER_BYTES
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.vllm.below import both_worker, shared
@@ -542,7 +542,7 @@ def test_a_damaged_value_would_be_kept(
     """The negative control: the disk keeps what the store did not prove."""
     assert serve(started("a"), "p") == 0
     spoil(store)
-    monkeypatch.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+    monkeypatch.setattr("kvstow.tiers.namespace.Namespace.checksum", lambda *_: AnySum())
     b = started("b")
     with pytest.raises(AssertionError, match="wrong bytes"):
         serve(b, "p")

@@ -145,7 +145,7 @@ def test_damage_in_either_is_a_miss(
     # The negative control: nobody compares checksums.
     with monkeypatch.context() as control:
         control.setattr(SlotStore, "_are_proven", all_proven)
-        control.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+        control.setattr("kvstow.tiers.namespace.Namespace.checksum", lambda *_: AnySum())
         engine = start(model, kind, folders[0], store)
         found, from_disk, from_store = answers(engine, PROMPTS)
         assert (from_disk if damaged == "disk" else from_store) > 0

@@ -16,7 +16,7 @@ from tests.vllm.engine import BLOCK_SIZE, DAMAGE, TOLERANCE, Answer, Engine, dif
 from tests.vllm.full import kinds
 from tests.vllm.sharing import AnySum, redis_of
 
-from kvstow.tiers.framed import HEADER_BYTES
+from kvstow.tiers.namespace import HEADER_BYTES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 
@@ -96,7 +96,7 @@ def test_what_one_engine_computed_the_next_loads(
 
     damage_all(store)
     with monkeypatch.context() as control:
-        control.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+        control.setattr("kvstow.tiers.namespace.Namespace.checksum", lambda *_: AnySum())
         engine = start(folder, kind, store)
         found, num_loaded = answers(engine)
         assert num_loaded > 0, "the control reads what is damaged"

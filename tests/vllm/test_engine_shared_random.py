@@ -24,7 +24,7 @@ from tests.vllm.reference import Reference
 from tests.vllm.sharing import AnySum, redis_of
 from tests.vllm.unsteady_disk import UnsteadyRunner
 
-from kvstow.tiers.framed import HEADER_BYTES
+from kvstow.tiers.namespace import HEADER_BYTES
 from kvstow.vllm.below.shared import SharedTier
 from kvstow.vllm.below.slow_loads import SlowLoads
 
@@ -173,6 +173,6 @@ def test_a_spoiled_store_changes_answers_if_nobody_looks(
     bench.run(1, operations, [300])
     assert bench.run(1, operations, [300]).counts["loaded"] > 0
     spoil(bench.store, 1.0)
-    monkeypatch.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+    monkeypatch.setattr("kvstow.tiers.namespace.Namespace.checksum", lambda *_: AnySum())
     with pytest.raises(Different):
         bench.run(1, operations, [300])

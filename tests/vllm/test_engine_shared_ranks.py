@@ -23,7 +23,7 @@ from tests.vllm.full import full
 from tests.vllm.setting import CONNECTOR
 from tests.vllm.sharing import redis_of
 
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.vllm import identity
 
 pytestmark = [

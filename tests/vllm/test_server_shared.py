@@ -31,8 +31,8 @@ from tests.vllm.servers import BLOCK_SIZE, NUM_HIT, NUM_TOKENS, Server, check, p
 from tests.vllm.sharing import redis_of
 
 from kvstow._core import row_digests
-from kvstow.tiers.framed import HEADER_BYTES, NAMESPACE_BYTES, Namespace
 from kvstow.tiers.mooncake import connect
+from kvstow.tiers.namespace import HEADER_BYTES, NAMESPACE_BYTES, Namespace
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of what it imports
 

@@ -29,7 +29,7 @@ from tests.vllm.sharing import (
 )
 
 from kvstow import ConfigError
-from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES
+from kvstow.tiers.namespace import KEY_PREFIX, NAMESPACE_BYTES
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.vllm.below import shared

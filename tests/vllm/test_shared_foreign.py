@@ -24,7 +24,7 @@ from tests.vllm.sharing import (
 )
 from vllm.lora.request import LoRARequest
 
-from kvstow.tiers.framed import HEADER_BYTES, NAMESPACE_BYTES
+from kvstow.tiers.namespace import HEADER_BYTES, NAMESPACE_BYTES
 from kvstow.vllm.below import shared
 from kvstow.vllm.below.lower_tier import LowerTier
 from kvstow.vllm.below.shared import SharedTier
@@ -169,7 +169,7 @@ def test_a_value_that_is_not_the_block_would_be_seen(
     """The negative control: the RESP tier compares neither the frame nor the sum."""
     damage(store, started, kind)
 
-    monkeypatch.setattr("kvstow.tiers.framed.Namespace.checksum", lambda *_: AnySum())
+    monkeypatch.setattr("kvstow.tiers.namespace.Namespace.checksum", lambda *_: AnySum())
     with pytest.raises(AssertionError, match="wrong bytes"):
         serve(started(), "p")
 

@@ -12,7 +12,7 @@ from typing import Any
 from tests.tiers.damage import all_proven
 from tests.vllm.sharing import AnySum
 
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.vllm import KVStowConnector
 

@@ -41,7 +41,7 @@ from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.request import Request
 from kvstow.engine.state import State
 from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, ask_tier
-from kvstow.tiers.framed import NAMESPACE_BYTES, salted
+from kvstow.tiers.namespace import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore, of_shared
 from kvstow.tiers.tier import SharedTier

@@ -39,9 +39,9 @@ import numpy as np
 from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
 from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, FAIR_S, Breaker, left_alone
-from kvstow.tiers.framed import HEADER_BYTES
 from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
+from kvstow.tiers.namespace import HEADER_BYTES
 from kvstow.tiers.queued import (
     DEFAULT_QUEUED_BYTES,
     DEFAULT_TIMEOUT_S,

@@ -31,7 +31,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.arguments import checked_int
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
 from kvstow.tiers.tier import Checked, Mode, SharedTier, TierStats, count_end, without_thread

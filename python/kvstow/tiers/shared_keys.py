@@ -14,8 +14,8 @@ from itertools import islice
 from typing import Any, Final
 
 from kvstow._core import ConfigError, TransferError
-from kvstow.tiers.framed import KEY_PREFIX, NAMESPACE_BYTES, Namespace
 from kvstow.tiers.mooncake import connect
+from kvstow.tiers.namespace import KEY_PREFIX, NAMESPACE_BYTES, Namespace
 from kvstow.tiers.resp.address import (
     PASSWORD_VARIABLE,
     USERNAME_VARIABLE,

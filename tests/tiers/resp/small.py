@@ -7,7 +7,7 @@ from typing import Any, Final
 from tests.tiers.setup import LONG_S, blocks, digest_of
 
 from kvstow.tiers import TierTicket
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.resp import RespTier
 from kvstow.transfer import HostArena
 

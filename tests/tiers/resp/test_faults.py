@@ -18,7 +18,7 @@ from tests.tiers.resp.server import Server
 from tests.tiers.shared_calls import NUM_SLOTS, SEEDS, SLOT_BYTES, Calls
 
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.resp import RespTier, commands
 from kvstow.transfer import HostArena
 

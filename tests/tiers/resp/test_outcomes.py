@@ -17,7 +17,7 @@ from tests.tiers.resp.small import BLOCKS, NUM_BLOCKS, NUM_SLOTS, ended, get, ke
 from tests.tiers.setup import LONG_S
 
 from kvstow.tiers import breaker, queued
-from kvstow.tiers.framed import Namespace
+from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.resp import commands
 from kvstow.tiers.resp import tier as resp_tier
 from kvstow.tiers.resp.login import log_in_within

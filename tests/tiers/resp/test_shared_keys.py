@@ -14,7 +14,7 @@ from tests.tiers.setup import digest_of
 from kvstow import ConfigError, TransferError
 from kvstow.cli import main
 from kvstow.tiers import TierBlocks
-from kvstow.tiers.framed import KEY_PREFIX, Namespace
+from kvstow.tiers.namespace import KEY_PREFIX, Namespace
 from kvstow.tiers.resp import Credentials
 from kvstow.tiers.shared_keys import count_blocks, delete_blocks, namespace_of
 from kvstow.transfer import HostArena

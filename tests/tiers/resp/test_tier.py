@@ -17,8 +17,8 @@ from tests.tiers.resp.small import patient
 from tests.tiers.setup import LONG_S, answered, blocks, digest_of
 
 from kvstow import ConfigError, StateError, TransferError
-from kvstow.tiers import TierTicket, framed
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers import TierTicket, namespace
+from kvstow.tiers.namespace import HEADER_BYTES, Namespace
 from kvstow.tiers.queued import Job
 from kvstow.tiers.resp import Credentials, RespTier
 from kvstow.tiers.resp.tier import _Connections
@@ -170,7 +170,7 @@ def test_servers_of_two_versions_share_a_store_without_a_block_of_the_other(
     rows = fill(arena, range(2))
     assert answer(tier.put(blocks(1), [0])) == [True]
     with monkeypatch.context() as newer:
-        newer.setattr(framed, "SCHEMA", framed.SCHEMA + 1)
+        newer.setattr(namespace, "SCHEMA", namespace.SCHEMA + 1)
         assert answer(tier.contains(blocks(1))) == [False]
         assert answer(tier.get(blocks(1), [5])) == [False]
         assert answer(tier.put(blocks(1), [1])) == [True]

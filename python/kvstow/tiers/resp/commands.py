@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstow._core import row_digests
 from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
-from kvstow.tiers.framed import HEADER_BYTES, Namespace
+from kvstow.tiers.namespace import HEADER_BYTES, Namespace
 from kvstow.tiers.resp.wire import Buffer, Refusal, Wire, command, set_command
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools

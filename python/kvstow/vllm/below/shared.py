@@ -44,7 +44,7 @@ from kvstow import OffloadScheduler
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
 from kvstow.tiers.asking import Answer, Asker, Key, Question, ask_tier
-from kvstow.tiers.framed import NAMESPACE_BYTES, salted
+from kvstow.tiers.namespace import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES
 from kvstow.transfer import HostArena

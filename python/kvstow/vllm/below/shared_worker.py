@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvstow import KvstowError
 from kvstow.tiers import Fingerprint, SharedStore, SharedTier
-from kvstow.tiers.framed import salted
+from kvstow.tiers.namespace import salted
 from kvstow.tiers.shared import of_shared
 from kvstow.transfer import HostArena
 from kvstow.transfer.verified import have_device_sums
