@@ -199,7 +199,7 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             FLAG | {"kv_connector_extra_config": {"disk_path": "/no", "disk_bytes_to_use": 9999}},
-            ["disk_path is '/no', and this machine has no such folder, so a server that runs"],
+            ["disk_path is '/no', and this user finds no such folder here, so a server that runs"],
         ),
         (
             FLAG | {"kv_connector_extra_config": {"disk_path": "/", "disk_bytes_to_use": 1 << 62}},
@@ -213,7 +213,7 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
                     "weights_version_path": "/no/version",
                 }
             },
-            ["weights_version_path is '/no/version', and this machine has no such file, so a"],
+            ["weights_version_path is '/no/version', and this user finds no such file here, so a"],
         ),
         (
             FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use_per_rank": "2TiB"}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
@@ -175,8 +176,8 @@ def _not_here(options: Options) -> Iterator[_Problem]:
     """Find folders and files that a server needs and this machine lacks. Opens none."""
     ends = "so a server that runs here stops after it has loaded its weights."
     folder, version = options.disk_path, options.weights_version_path
-    if folder is not None and not Path(folder).is_dir():
-        says = f"disk_path is {folder!r}, and this machine has no such folder, {ends}"
+    if folder is not None and not os.path.isdir(folder):
+        says = f"disk_path is {folder!r}, and this user finds no such folder here, {ends}"
         yield _Problem("missing", says, "create the folder, or name another one")
     elif folder is not None and options.disk_bytes_to_use is not None:
         num_bytes, there = options.disk_bytes_to_use, shutil.disk_usage(folder).total
@@ -186,8 +187,8 @@ def _not_here(options: Options) -> Iterator[_Problem]:
                 f"{folder} has {format_bytes(there)}, {ends}"
             )
             yield _Problem("missing", says, "lower disk_bytes_to_use, or name another disk")
-    if version is not None and not Path(version).is_file():
-        says = f"weights_version_path is {version!r}, and this machine has no such file, {ends}"
+    if version is not None and not os.path.isfile(version):
+        says = f"weights_version_path is {version!r}, and this user finds no such file here, {ends}"
         yield _Problem("missing", says, "write a line that names the weights to this file")
 
 

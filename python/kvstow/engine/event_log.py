@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from os import PathLike
 from typing import Final, TypeVar
 
@@ -59,22 +59,21 @@ class EventLog(Closing):
             self.file.write(self._unwritten)
         events, self._unwritten = self._unwritten, []
         if self._keeps:
-            self._keep(self._block_events, (it for it in events if isinstance(it, BlockEvent)))
-            jobs = (it for it in events if isinstance(it, TransferEvent))
+            self._keep(self._block_events, [it for it in events if isinstance(it, BlockEvent)])
+            jobs = [it for it in events if isinstance(it, TransferEvent)]
             self._keep(self._transfer_events, jobs)
 
-    def _keep(self, kept: deque[_Event], events: Iterable[_Event]) -> None:
+    def _keep(self, kept: deque[_Event], events: list[_Event]) -> None:
         """Keep events, and the newest ones only of too many."""
-        for event in events:
-            if len(kept) == kept.maxlen and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "kvstow: nobody takes the events of an engine, so those before the last %d are "
-                    "dropped. Call take_events and take_transfer_events more often, or build the "
-                    "engine without events",
-                    kept.maxlen,
-                )
-            kept.append(event)
+        if len(kept) + len(events) > MAX_KEPT and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "kvstow: nobody takes the events of an engine, so those before the last %d are "
+                "dropped. Call take_events and take_transfer_events more often, or build the "
+                "engine without events",
+                MAX_KEPT,
+            )
+        kept.extend(events)
 
     def take_block_events(self) -> list[BlockEvent]:
         """Return the kept block events, and keep them no longer."""
