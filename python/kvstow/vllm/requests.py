@@ -59,6 +59,15 @@ from kvstow.vllm.tier import HostTier
 from kvstow.vllm.tracked import TrackedRequest
 
 
+def in_both(first: Collection[str], second: Collection[str]) -> list[str]:
+    """Return the ids in both, in the order of the smaller one, so that the larger is not walked.
+
+    Thousands of requests may be loading, while a step schedules few.
+    """
+    few, many = (first, second) if len(first) <= len(second) else (second, first)
+    return [name for name in few if name in many]
+
+
 @dataclass
 class Requests:
     """The tracked requests, by id, and those of them that have something to report.
@@ -198,12 +207,7 @@ class Requests:
                 end = min(end, request.num_tokens)
             tracked.scheduled_tokens = end
         if self.fresh:
-            # Thousands may be loading, while a step schedules few.
-            few: Mapping[str, object] = self.fresh
-            many: Mapping[str, object] = num_scheduled
-            if len(few) > len(many):
-                few, many = many, few
-            for request_id in [name for name in few if name in many]:
+            for request_id in in_both(self.fresh, num_scheduled):
                 tracked = self.tracked[request_id]
                 tracked.num_given_tokens = tracked.given_tokens()
                 self._scheduled[request_id] = None

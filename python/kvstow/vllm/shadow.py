@@ -30,6 +30,7 @@ from kvstow.observability.metrics import SHADOW_KEY
 from kvstow.vllm.hints import Hints
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
+from kvstow.vllm.requests import in_both
 from kvstow.vllm.shadow_slots import SLOT_BYTES, ShadowSlots, num_blocks_needed
 
 # Enough to be exact for 400,000 distinct blocks. `ShadowSlots` may take as much again.
@@ -120,13 +121,12 @@ class ShadowTier:
             scheduled: the ids of the requests of the step. Only those of the last step have moved
                 on since, while thousands may be loading. None: not known, so look at all.
         """
-        few: Collection[str] = self._computing
-        many: Collection[str] = few
-        if scheduled is not None:
-            many, self._scheduled = self._scheduled, scheduled
-            if len(few) > len(many):
-                few, many = many, few
-        for request_id in [name for name in few if name in many]:
+        if scheduled is None:
+            candidates = list(self._computing)
+        else:
+            candidates = in_both(self._computing, self._scheduled)
+            self._scheduled = scheduled
+        for request_id in candidates:
             request, num_tokens = self._computing[request_id]
             if request.num_computed_tokens >= num_tokens:
                 del self._computing[request_id]
