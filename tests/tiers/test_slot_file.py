@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import socket
 import stat
@@ -545,6 +546,25 @@ def test_unsuitable_file_system_is_refused(
 def test_the_system_names_its_file_systems() -> None:
     assert Files().file_system("/proc/self") in {"proc", ""}
     assert Files().file_system("/dev") != "proc"
+
+
+@pytest.mark.parametrize(
+    ("escaped", "folder"),
+    [
+        ("/mnt/größe", "/mnt/größe"),
+        (r"/mnt/a\040b\134c", "/mnt/a b\\c"),
+        ("/mnt/\udcff", os.fsdecode(b"/mnt/\xff")),
+    ],
+)
+def test_any_name_of_a_mount_is_found(
+    monkeypatch: pytest.MonkeyPatch, escaped: str, folder: str
+) -> None:
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/kv {escaped} nfs4 rw 0 0\n"
+    monkeypatch.setattr(
+        "kvstow.tiers.files.open", lambda *_, **__: io.StringIO(mounts), raising=False
+    )
+    assert Files().file_system(f"{folder}/kv") == "nfs4"
+    assert Files().file_system("/mnt/other") == "ext4"
 
 
 ERRORS = {

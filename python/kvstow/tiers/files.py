@@ -106,7 +106,9 @@ class Files:
         parts = os.path.realpath(folder).split("/")
         best, found = 0, ""
         for escaped, kind in mounts:
-            mount = escaped.encode("utf-8", "surrogateescape").decode("unicode_escape")
+            name = escaped.encode("utf-8", "surrogateescape")
+            # This decodes an escape, and each byte of a letter that is not ASCII, to one character.
+            mount = os.fsdecode(name.decode("unicode_escape").encode("latin-1"))
             point = mount.rstrip("/").split("/")
             # A later mount hides an earlier one at the same place.
             if parts[: len(point)] == point and len(point) >= best:
