@@ -27,6 +27,7 @@ from tests.tiers.setup import (
     get,
     is_open_interrupted,
     key_of,
+    leaks_of,
     new_arena,
     open_file,
     put,
@@ -768,6 +769,23 @@ def test_close_after_an_interrupted_one_closes_no_file_of_another_owner(
         os.close(other)
     with open_file(tmp_path, arena) as again:
         assert len(again.records()) == 0
+
+
+def test_close_that_fails_lets_go_of_the_file(tmp_path: Path, arena: HostArena) -> None:
+    class Failing(Here):
+        fails = False
+
+        def close(self, file: int) -> None:
+            super().close(file)
+            if self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_file(tmp_path, arena, files=(calls := Failing())) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+        calls.fails = True
+    assert leaks_of(tier) == []
+    with open_file(tmp_path, arena) as again:
+        assert get(again, KEYS[:1], [0]) == [True]
 
 
 # -- forks ---------------------------------------------------------------------------------------
