@@ -417,6 +417,7 @@ def test_damaged_header_is_refused_or_emptied(
         {"slots": b"my thesis"},
         {"slots.index": b"my thesis"},
         {"slots": b"my thesis", "slots.index": bytes(HEADER_BYTES)},
+        {"slots.index": bytes(HEADER_BYTES) + b"my thesis"},
     ],
 )
 def test_file_of_the_user_is_never_touched(

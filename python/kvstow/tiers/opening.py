@@ -308,9 +308,11 @@ class _Opening:
 
     def _found(self, index: int, *, has_data: bool) -> Header | None:
         """Return the header of a file that is warm, or None for one that is to be emptied."""
-        page = np.zeros(HEADER_BYTES, np.uint8)
-        self._files.read(index, [page], 0)
-        if not page.any() and not has_data:
+        # One byte more than a header, because an index that still lacks its header never has it.
+        page = np.zeros(HEADER_BYTES + 1, np.uint8)
+        num_bytes = self._files.read(index, [page], 0)
+        page = page[:HEADER_BYTES]
+        if not page.any() and not has_data and num_bytes <= HEADER_BYTES:
             return None
         if not is_slot_file(page):
             raise self._foreign(f"{self._index_path} does not begin as an index does")
