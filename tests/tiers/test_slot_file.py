@@ -744,6 +744,38 @@ def test_opening_removes_no_index_that_another_process_has_locked(
         assert get(tier, KEYS[:1], [0]) == [True]
 
 
+def test_opening_uses_no_index_that_another_process_has_removed(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Late(Here):
+        """The opening of another process fails, which removes the index that it has created."""
+
+        def lock(self, file: int) -> None:
+            (tmp_path / "slots.index").unlink()
+            super().lock(file)
+
+    (tmp_path / "slots.index").touch()
+    with pytest.raises(StateError, match=r"slots\.index was removed or replaced .*; open it again"):
+        open_file(tmp_path, arena, files=Late())
+    assert on_disk(tmp_path) == {}
+    open_file(tmp_path, arena).close()
+
+
+def test_opening_keeps_what_another_process_wrote_before_the_lock(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Late(Here):
+        """Another process opens, fills and closes the file that it has begun to create."""
+
+        def lock(self, file: int) -> None:
+            fill(tmp_path, arena)
+            super().lock(file)
+
+    (tmp_path / "slots.index").touch()
+    with open_file(tmp_path, arena, files=Late()) as tier:
+        assert all(get(tier, KEYS, range(NUM_SLOTS)))
+
+
 class InterruptedOnce(Here):
     """The next close of a descriptor is interrupted when it has taken place."""
 

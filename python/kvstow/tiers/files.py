@@ -84,6 +84,11 @@ class Files:
         except FileNotFoundError:
             return None
 
+    def is_at(self, file: int, path: str) -> bool:
+        """Return whether a path names an open file."""
+        found = self.stat(path)
+        return found is not None and os.path.samestat(found, os.fstat(file))
+
     def remove(self, path: str) -> None:
         """Remove a file."""
         os.unlink(path)

@@ -259,11 +259,12 @@ class _Opening:
     def run(self) -> Opened:
         """Open both files, and make them what is wanted."""
         files, wanted = self._files, self._wanted
-        had_data = files.stat(wanted.path) is not None
         had_index = files.stat(self._index_path) is not None
-        if had_data and not had_index:
+        if not had_index and files.stat(wanted.path) is not None:
             raise self._foreign(f"{self._index_path} does not exist")
         index = self._open_index(is_new=not had_index)
+        # Only now, because until the lock another process may have opened and closed the file.
+        had_data = files.stat(wanted.path) is not None
         found = self._found(index, has_data=had_data)
         files.protect(index)  # a copy from a backup may be readable for all
         self._check_space()
@@ -300,6 +301,10 @@ class _Opening:
         except BlockingIOError as error:
             advice = "close the other one, or give each process and each rank a path of its own"
             raise StateError(in_use(self._files, index, self._wanted.path, advice)) from error
+        if not self._files.is_at(index, self._index_path):
+            raise StateError(
+                f"{self._index_path} was removed or replaced while it was opened; open it again"
+            )
         if is_new:
             # Only now, because another process may have opened and locked the new index first. An
             # empty index that an interrupt leaves alone is opened as a new one.
