@@ -123,6 +123,23 @@ def test_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
             assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= max_bytes
 
 
+def test_another_slot_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
+    wide_bytes, sizes = 16 * SLOT_BYTES, list[int]()
+    max_bytes = SlotFile.bytes_for(16, wide_bytes)
+
+    class Measured(Here):
+        def allocate(self, file: int, num_bytes: int) -> None:
+            super().allocate(file, num_bytes)
+            sizes.append(sum(it.stat().st_size for it in tmp_path.iterdir()))
+
+    options: dict[str, Any] = {"max_bytes": max_bytes, "on_mismatch": "reset", "files": Measured()}
+    with HostArena(2, wide_bytes) as wide:
+        for other in (arena, wide, arena):
+            open_file(tmp_path, other, **options).close()
+    assert len(sizes) == 6
+    assert max(sizes) <= max_bytes
+
+
 def test_data_that_was_cut_off_loses_only_its_slots(tmp_path: Path, arena: HostArena) -> None:
     fill(tmp_path, arena)
     os.truncate(tmp_path / "slots", 10 * SLOT_BYTES + 7)

@@ -276,6 +276,8 @@ class _Opening:
             write_header(files, index, replace(found, num_slots=wanted.num_slots))
         data = self._open(wanted.path, _FLAGS) if had_data else self._create_data()
         files.protect(data)
+        # First, because the data may grow: both files together never exceed max_bytes.
+        self._cut(index, self._index_path, index_bytes(wanted.num_slots))
         data_bytes = self._resize(data, wanted.path, wanted.num_slots * wanted.slot_bytes)
         self._resize(index, self._index_path, index_bytes(wanted.num_slots))
         header = replace(found or empty, num_slots=wanted.num_slots)
@@ -394,13 +396,18 @@ class _Opening:
 
     def _resize(self, file: int, path: str, new_bytes: int) -> int:
         """Give a file its size, with the space reserved, and return the old size."""
+        old_bytes = self._cut(file, path, new_bytes)
+        if old_bytes < new_bytes:
+            self._on_failure(self._files.truncate, file, old_bytes)
+        self._files.allocate(file, new_bytes)
+        return old_bytes
+
+    def _cut(self, file: int, path: str, new_bytes: int) -> int:
+        """Cut off what a file has beyond `new_bytes`, and return the old size."""
         found = self._files.stat(path)
         old_bytes = 0 if found is None else found.st_size
         if old_bytes > new_bytes:
             self._files.truncate(file, new_bytes)
-        elif old_bytes < new_bytes:
-            self._on_failure(self._files.truncate, file, old_bytes)
-        self._files.allocate(file, new_bytes)
         return old_bytes
 
     def _sync_folder(self) -> None:
