@@ -504,6 +504,29 @@ def test_a_file_of_another_user_is_refused(
         open_file(tmp_path, arena, files=SharedFolder())
 
 
+def test_a_link_to_a_volume_of_one_user_counts_as_the_volume(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Volume(Here):
+        """All that is in the volume belongs to its user, whoever writes it."""
+
+        def stat(self, path: str) -> os.stat_result | None:
+            found = super().stat(path)
+            if found is None or stat.S_ISLNK(found.st_mode):
+                return found
+            columns = (*found[:4], os.geteuid() + 1, *found[5:10])
+            return os.stat_result(columns, {"st_blocks": found.st_blocks})
+
+    (tmp_path / "volume").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("volume")
+    open_file(link, arena, files=Volume()).close()
+    open_file(link, arena, files=Volume()).close()
+    (tmp_path / "volume").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="link does not exist; create it"):
+        open_file(link, arena)
+
+
 def test_open_file_is_refused_to_others(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,7 +171,7 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
             f"{least}; raise it"
         )
     folder = os.path.dirname(path) or "."
-    of_folder = files.stat(folder)
+    of_folder = files.stat(os.path.realpath(folder))  # a link to it may belong to another user
     if of_folder is None:
         raise ConfigError(f"the folder {folder} does not exist; create it, or pass another path")
     for name in (path, path + INDEX_SUFFIX):
