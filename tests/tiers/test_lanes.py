@@ -18,9 +18,8 @@ STUCK_AFTER_S = 1000.0
 class Task:
     """Work that waits until `may_end`."""
 
-    num_bytes = 1
-
-    def __init__(self) -> None:
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.error: TransferError | None = None
 
@@ -39,8 +38,8 @@ def lanes_of(now: Callable[[], float] = time.monotonic) -> Lanes:
     return Lanes(1, stuck_after_s=STUCK_AFTER_S, max_quarantined_bytes=1, now=now)
 
 
-def submit(lanes: Lanes) -> Task:
-    task = Task()
+def submit(lanes: Lanes, num_bytes: int = 1) -> Task:
+    task = Task(num_bytes)
     lanes.submit(deque([task]), is_put=False)
     return task
 
@@ -85,3 +84,24 @@ def test_abandoned_thread_ends_with_its_call() -> None:
     lanes.stop()
     assert lanes.join()
     wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
+def test_calls_without_bytes_that_do_not_return_turn_the_lanes_off() -> None:
+    """As the sync of a header on a dead disk, at each reset."""
+    shift_s = 0.0
+    lanes = lanes_of(lambda: time.monotonic() + shift_s)
+    lanes.start()
+    tasks: list[Task] = []
+    while lanes.error is None:
+        assert len(tasks) <= 64, "each call that hangs costs a thread"
+        tasks.append(task := submit(lanes, num_bytes=0))
+        assert task.has_begun.wait(LONG_S)
+        shift_s += 2 * STUCK_AFTER_S
+        lanes.look_after()
+    assert (len(tasks), lanes.quarantined_bytes) == (65, 0)
+    assert "0 bytes are in 65 calls that have not returned" in str(lanes.error)
+    for task in tasks:
+        task.may_end.set()
+    wait_until(lambda: not any(lane.is_abandoned for lane in lanes._lanes), "a call does not end")
+    lanes.stop()
+    assert lanes.join()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import io
 import os
 import socket
 import stat
@@ -26,6 +27,7 @@ from tests.tiers.setup import (
     get,
     is_open_interrupted,
     key_of,
+    leaks_of,
     new_arena,
     open_file,
     put,
@@ -119,6 +121,43 @@ def test_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
         with open_file(tmp_path, arena, max_bytes=max_bytes) as tier:
             assert tier.num_slots == 1 + extra // (SLOT_BYTES + 128)
             assert sum(it.stat().st_size for it in tmp_path.iterdir()) <= max_bytes
+
+
+def test_space_is_reserved_once_unless_a_copy_has_lost_it(tmp_path: Path, arena: HostArena) -> None:
+    reserved: list[int] = []
+
+    class Counted(Here):
+        def allocate(self, file: int, num_bytes: int) -> None:
+            super().allocate(file, num_bytes)
+            reserved.append(num_bytes)
+
+    fill(tmp_path, arena)
+    with open_file(tmp_path, arena, files=Counted()) as tier:
+        assert all(get(tier, KEYS, range(NUM_SLOTS)))
+    assert reserved == []
+    data = tmp_path / "slots"
+    data.write_bytes(b"")
+    os.truncate(data, NUM_SLOTS * SLOT_BYTES)
+    open_file(tmp_path, arena, files=Counted()).close()
+    assert reserved == [NUM_SLOTS * SLOT_BYTES]
+    assert data.stat().st_blocks * 512 >= NUM_SLOTS * SLOT_BYTES
+
+
+def test_another_slot_size_never_exceeds_max_bytes(tmp_path: Path, arena: HostArena) -> None:
+    wide_bytes, sizes = 16 * SLOT_BYTES, list[int]()
+    max_bytes = SlotFile.bytes_for(16, wide_bytes)
+
+    class Measured(Here):
+        def allocate(self, file: int, num_bytes: int) -> None:
+            super().allocate(file, num_bytes)
+            sizes.append(sum(it.stat().st_size for it in tmp_path.iterdir()))
+
+    options: dict[str, Any] = {"max_bytes": max_bytes, "on_mismatch": "reset", "files": Measured()}
+    with HostArena(2, wide_bytes) as wide:
+        for other in (arena, wide, arena):
+            open_file(tmp_path, other, **options).close()
+    assert len(sizes) >= 4
+    assert max(sizes) <= max_bytes
 
 
 def test_data_that_was_cut_off_loses_only_its_slots(tmp_path: Path, arena: HostArena) -> None:
@@ -415,6 +454,7 @@ def test_damaged_header_is_refused_or_emptied(
         {"slots": b"my thesis"},
         {"slots.index": b"my thesis"},
         {"slots": b"my thesis", "slots.index": bytes(HEADER_BYTES)},
+        {"slots.index": bytes(HEADER_BYTES) + b"my thesis"},
     ],
 )
 def test_file_of_the_user_is_never_touched(
@@ -462,6 +502,29 @@ def test_a_file_of_another_user_is_refused(
 
     with pytest.raises(ConfigError, match=f"belongs to user {user}, who may read .* {user + 1}, "):
         open_file(tmp_path, arena, files=SharedFolder())
+
+
+def test_a_link_to_a_volume_of_one_user_counts_as_the_volume(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Volume(Here):
+        """All that is in the volume belongs to its user, whoever writes it."""
+
+        def stat(self, path: str) -> os.stat_result | None:
+            found = super().stat(path)
+            if found is None or stat.S_ISLNK(found.st_mode):
+                return found
+            columns = (*found[:4], os.geteuid() + 1, *found[5:10])
+            return os.stat_result(columns, {"st_blocks": found.st_blocks})
+
+    (tmp_path / "volume").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("volume")
+    open_file(link, arena, files=Volume()).close()
+    open_file(link, arena, files=Volume()).close()
+    (tmp_path / "volume").rename(tmp_path / "moved")
+    with pytest.raises(ConfigError, match="link does not exist; create it"):
+        open_file(link, arena)
 
 
 def test_open_file_is_refused_to_others(
@@ -545,6 +608,25 @@ def test_unsuitable_file_system_is_refused(
 def test_the_system_names_its_file_systems() -> None:
     assert Files().file_system("/proc/self") in {"proc", ""}
     assert Files().file_system("/dev") != "proc"
+
+
+@pytest.mark.parametrize(
+    ("escaped", "folder"),
+    [
+        ("/mnt/größe", "/mnt/größe"),
+        (r"/mnt/a\040b\134c", "/mnt/a b\\c"),
+        ("/mnt/\udcff", os.fsdecode(b"/mnt/\xff")),
+    ],
+)
+def test_any_name_of_a_mount_is_found(
+    monkeypatch: pytest.MonkeyPatch, escaped: str, folder: str
+) -> None:
+    mounts = f"/dev/sda / ext4 rw 0 0\nserver:/kv {escaped} nfs4 rw 0 0\n"
+    monkeypatch.setattr(
+        "kvstow.tiers.files.open", lambda *_, **__: io.StringIO(mounts), raising=False
+    )
+    assert Files().file_system(f"{folder}/kv") == "nfs4"
+    assert Files().file_system("/mnt/other") == "ext4"
 
 
 ERRORS = {
@@ -722,6 +804,38 @@ def test_opening_removes_no_index_that_another_process_has_locked(
         assert get(tier, KEYS[:1], [0]) == [True]
 
 
+def test_opening_uses_no_index_that_another_process_has_removed(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Late(Here):
+        """The opening of another process fails, which removes the index that it has created."""
+
+        def lock(self, file: int) -> None:
+            (tmp_path / "slots.index").unlink()
+            super().lock(file)
+
+    (tmp_path / "slots.index").touch()
+    with pytest.raises(StateError, match=r"slots\.index was removed or replaced .*; open it again"):
+        open_file(tmp_path, arena, files=Late())
+    assert on_disk(tmp_path) == {}
+    open_file(tmp_path, arena).close()
+
+
+def test_opening_keeps_what_another_process_wrote_before_the_lock(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    class Late(Here):
+        """Another process opens, fills and closes the file that it has begun to create."""
+
+        def lock(self, file: int) -> None:
+            fill(tmp_path, arena)
+            super().lock(file)
+
+    (tmp_path / "slots.index").touch()
+    with open_file(tmp_path, arena, files=Late()) as tier:
+        assert all(get(tier, KEYS, range(NUM_SLOTS)))
+
+
 class InterruptedOnce(Here):
     """The next close of a descriptor is interrupted when it has taken place."""
 
@@ -748,6 +862,23 @@ def test_close_after_an_interrupted_one_closes_no_file_of_another_owner(
         os.close(other)
     with open_file(tmp_path, arena) as again:
         assert len(again.records()) == 0
+
+
+def test_close_that_fails_lets_go_of_the_file(tmp_path: Path, arena: HostArena) -> None:
+    class Failing(Here):
+        fails = False
+
+        def close(self, file: int) -> None:
+            super().close(file)
+            if self.fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with open_file(tmp_path, arena, files=(calls := Failing())) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+        calls.fails = True
+    assert leaks_of(tier) == []
+    with open_file(tmp_path, arena) as again:
+        assert get(again, KEYS[:1], [0]) == [True]
 
 
 # -- forks ---------------------------------------------------------------------------------------

@@ -272,6 +272,30 @@ def test_slot_that_a_load_reads_is_not_taken(make: Make, monkeypatch: pytest.Mon
     assert world.primary.lookup(KEYS[0], request) == LookupResult.HIT
 
 
+def test_reset_does_not_wait_for_a_sync_that_hangs(
+    make: Make, monkeypatch: pytest.MonkeyPatch, log: list[str]
+) -> None:
+    world, gate = make(), threading.Event()
+    world.store(KEYS[:4])
+    monkeypatch.setattr(secondary_tier, "_RENEWAL_S", 0.05, raising=False)
+    monkeypatch.setattr(Files, "sync", lambda *_: gate.wait(LONG_S))
+    reset = threading.Thread(target=world.change_weights, daemon=True)
+    reset.start()
+    reset.join(LONG_S / 2)
+    has_returned = not reset.is_alive()
+    world.store(KEYS[4:8])
+    kept = [key for key in KEYS[:8] if world.has(key)]
+    gate.set()
+    reset.join()
+    assert has_returned
+    assert kept == [], "a loss of power may still bring back the chunks of the old weights"
+    assert any("has not dropped its chunks durably within 0.05 s" in line for line in log)
+    assert world.disk._renewal is not None
+    world.disk._renewal.wait(LONG_S)
+    world.store(KEYS[8:12])
+    assert all(world.has(key) for key in KEYS[8:12])
+
+
 def test_shutdown_with_a_call_that_hangs_keeps_the_memory(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

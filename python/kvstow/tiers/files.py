@@ -84,6 +84,11 @@ class Files:
         except FileNotFoundError:
             return None
 
+    def is_at(self, file: int, path: str) -> bool:
+        """Return whether a path names an open file."""
+        found = self.stat(path)
+        return found is not None and os.path.samestat(found, os.fstat(file))
+
     def remove(self, path: str) -> None:
         """Remove a file."""
         os.unlink(path)
@@ -106,7 +111,9 @@ class Files:
         parts = os.path.realpath(folder).split("/")
         best, found = 0, ""
         for escaped, kind in mounts:
-            mount = escaped.encode("utf-8", "surrogateescape").decode("unicode_escape")
+            name = escaped.encode("utf-8", "surrogateescape")
+            # This decodes an escape, and each byte of a letter that is not ASCII, to one character.
+            mount = os.fsdecode(name.decode("unicode_escape").encode("latin-1"))
             point = mount.rstrip("/").split("/")
             # A later mount hides an earlier one at the same place.
             if parts[: len(point)] == point and len(point) >= best:

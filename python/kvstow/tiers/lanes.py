@@ -13,8 +13,8 @@ The time counts from the last call that returned. So a piece may take as long as
 for it, and a call that hangs is found all the same. A slow disk gets small calls (`Pace`), which it
 returns in time.
 
-Each replacement costs a thread. So with too many bytes in quarantine the lanes go off. Then no work
-begins any more, and all work that waits fails.
+Each replacement costs a thread. So with too many bytes or calls in quarantine the lanes go off.
+Then no work begins any more, and all work that waits fails.
 
 Puts have lanes of their own: no request waits for a put, but one may wait for a get.
 
@@ -39,6 +39,8 @@ from kvstow.transfer.ticket import HostTicket, TransferTimeout
 
 # How often the watch looks at the threads within the time after which a call counts as stuck.
 _LOOKS = 4
+# How many times each thread may be replaced. A call that syncs the header has no bytes.
+_MOST_REPLACED = 32
 # Bytes of a call, unless it has less to move. Eight threads that share a disk of 1 MB/s wait 17 s
 # for the smallest. After each call a thread may wait 5 ms for Python, so a fast disk gets the
 # largest.
@@ -155,6 +157,7 @@ class Lanes:
         self.in_flight_bytes = self.quarantined_bytes = 0
         self.error: TransferError | None = None
         self._num_lanes = num_lanes
+        self._max_stuck = 2 * num_lanes * _MOST_REPLACED
         self._stuck_after_s = stuck_after_s
         self._max_quarantined_bytes = max_quarantined_bytes
         self._now = now
@@ -241,10 +244,12 @@ class Lanes:
                 lane.is_abandoned = True
                 lane.queue.pace.slow_down()
                 self.quarantined_bytes += work.num_bytes
-                if self.quarantined_bytes > self._max_quarantined_bytes:
+                num_stuck, most = sum(it.is_abandoned for it in self._lanes), self._max_stuck
+                if self.quarantined_bytes > self._max_quarantined_bytes or num_stuck > most:
                     self._go_off(
-                        f"{self.quarantined_bytes} bytes are in calls that have not returned for "
-                        f"{self._stuck_after_s} s, more than {self._max_quarantined_bytes}"
+                        f"{self.quarantined_bytes} bytes are in {num_stuck} calls that have not "
+                        f"returned for {self._stuck_after_s} s, more than "
+                        f"{self._max_quarantined_bytes} bytes or {most} calls"
                     )
                     continue
                 try:

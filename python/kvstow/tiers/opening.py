@@ -171,7 +171,7 @@ def _check_place(files: Files, path: str, max_bytes: int, slot_bytes: int) -> No
             f"{least}; raise it"
         )
     folder = os.path.dirname(path) or "."
-    of_folder = files.stat(folder)
+    of_folder = files.stat(os.path.realpath(folder))  # a link to it may belong to another user
     if of_folder is None:
         raise ConfigError(f"the folder {folder} does not exist; create it, or pass another path")
     for name in (path, path + INDEX_SUFFIX):
@@ -259,11 +259,12 @@ class _Opening:
     def run(self) -> Opened:
         """Open both files, and make them what is wanted."""
         files, wanted = self._files, self._wanted
-        had_data = files.stat(wanted.path) is not None
         had_index = files.stat(self._index_path) is not None
-        if had_data and not had_index:
+        if not had_index and files.stat(wanted.path) is not None:
             raise self._foreign(f"{self._index_path} does not exist")
         index = self._open_index(is_new=not had_index)
+        # Only now, because until the lock another process may have opened and closed the file.
+        had_data = files.stat(wanted.path) is not None
         found = self._found(index, has_data=had_data)
         files.protect(index)  # a copy from a backup may be readable for all
         self._check_space()
@@ -275,6 +276,8 @@ class _Opening:
             write_header(files, index, replace(found, num_slots=wanted.num_slots))
         data = self._open(wanted.path, _FLAGS) if had_data else self._create_data()
         files.protect(data)
+        # First, because the data may grow: both files together never exceed max_bytes.
+        self._cut(index, self._index_path, index_bytes(wanted.num_slots))
         data_bytes = self._resize(data, wanted.path, wanted.num_slots * wanted.slot_bytes)
         self._resize(index, self._index_path, index_bytes(wanted.num_slots))
         header = replace(found or empty, num_slots=wanted.num_slots)
@@ -300,6 +303,10 @@ class _Opening:
         except BlockingIOError as error:
             advice = "close the other one, or give each process and each rank a path of its own"
             raise StateError(in_use(self._files, index, self._wanted.path, advice)) from error
+        if not self._files.is_at(index, self._index_path):
+            raise StateError(
+                f"{self._index_path} was removed or replaced while it was opened; open it again"
+            )
         if is_new:
             # Only now, because another process may have opened and locked the new index first. An
             # empty index that an interrupt leaves alone is opened as a new one.
@@ -308,9 +315,11 @@ class _Opening:
 
     def _found(self, index: int, *, has_data: bool) -> Header | None:
         """Return the header of a file that is warm, or None for one that is to be emptied."""
-        page = np.zeros(HEADER_BYTES, np.uint8)
-        self._files.read(index, [page], 0)
-        if not page.any() and not has_data:
+        # One byte more than a header, because an index that still lacks its header never has it.
+        page = np.zeros(HEADER_BYTES + 1, np.uint8)
+        num_bytes = self._files.read(index, [page], 0)
+        page = page[:HEADER_BYTES]
+        if not page.any() and not has_data and num_bytes <= HEADER_BYTES:
             return None
         if not is_slot_file(page):
             raise self._foreign(f"{self._index_path} does not begin as an index does")
@@ -387,13 +396,28 @@ class _Opening:
 
     def _resize(self, file: int, path: str, new_bytes: int) -> int:
         """Give a file its size, with the space reserved, and return the old size."""
+        old_bytes = self._cut(file, path, new_bytes)
+        if old_bytes < new_bytes:
+            self._on_failure(self._files.truncate, file, old_bytes)
+        if not self._is_reserved(path, new_bytes):
+            self._files.allocate(file, new_bytes)
+        return old_bytes
+
+    def _is_reserved(self, path: str, num_bytes: int) -> bool:
+        """Return whether a file has its size and its space already.
+
+        Where a file system reserves no space, the system reads or writes each page instead, which
+        takes as long as the file is large.
+        """
+        found = self._files.stat(path)
+        return found is not None and min(found.st_size, found.st_blocks * 512) >= num_bytes
+
+    def _cut(self, file: int, path: str, new_bytes: int) -> int:
+        """Cut off what a file has beyond `new_bytes`, and return the old size."""
         found = self._files.stat(path)
         old_bytes = 0 if found is None else found.st_size
         if old_bytes > new_bytes:
             self._files.truncate(file, new_bytes)
-        elif old_bytes < new_bytes:
-            self._on_failure(self._files.truncate, file, old_bytes)
-        self._files.allocate(file, new_bytes)
         return old_bytes
 
     def _sync_folder(self) -> None:

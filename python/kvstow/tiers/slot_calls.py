@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -122,8 +123,10 @@ class SlotCalls:
         for name in ("_data", "_index"):
             file = getattr(self, name)
             setattr(self, name, -1)
+            # A close that fails has closed the descriptor, too. A write that is lost is a miss.
             if file >= 0:
-                self._files.close(file)
+                with suppress(OSError):
+                    self._files.close(file)
 
     def _slots_per_call(self) -> int:
         """Return how many slots the next call may move."""

@@ -55,6 +55,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstow import TransferError
 from kvstow.tiers import SlotTier, TierBlocks, TierTicket
+from kvstow.transfer import TransferTimeout
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_file import secondary_file
@@ -78,6 +79,8 @@ _KEEPS_NAMES: Final[dict[str, Any]] = (
 )
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
+# A sync that hangs must not hold up vLLM's scheduler for ever.
+_RENEWAL_S: Final = 10.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -195,6 +198,7 @@ class KVStowDisk(SecondaryTierManager):
         self._were_active = False
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
+        self._renewal: TierTicket | None = None  # of the last reset
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
@@ -242,7 +246,7 @@ class KVStowDisk(SecondaryTierManager):
         new = [key for key in chunks if key not in self._slots and key not in self._storing]
         ends = ends_of(job_metadata.req_context)
         new.sort(key=lambda key: ends.get(key, 0))  # vLLM has them in a set
-        slots = self._taken(new, ends) if self.tier.mode == "on" else []
+        slots = self._taken(new, ends) if self._may_store() else []
         del new[len(slots) :]
         ticket = None
         if new:
@@ -312,9 +316,18 @@ class KVStowDisk(SecondaryTierManager):
         taken = {slot for job in self._jobs for slot in job.slots if not job.is_load}
         self._free = [slot for slot in range(self.tier.num_slots) if slot not in taken]
         self._publish(dropped, removed=True)
-        self.tier.renew().wait()
         for job in self._jobs:
             job.ticket = None
+        self._renewal = self.tier.renew()
+        try:
+            self._renewal.wait(_RENEWAL_S)
+        except TransferTimeout:
+            logger.warning(
+                "kvstow: %s has not dropped its chunks durably within %g s, and keeps no new ones "
+                "until it has; check the disk",
+                self.tier.path,
+                _RENEWAL_S,
+            )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and dropped since the last call."""
@@ -347,6 +360,11 @@ class KVStowDisk(SecondaryTierManager):
         if len(records):
             self._sequence = int(records.sequences[-1]) + 1
             logger.info("kvstow: %d chunks are warm in %s", len(self._slots), self.tier.path)
+
+    def _may_store(self) -> bool:
+        """Return whether the disk takes chunks, and has dropped the earlier ones durably."""
+        is_durable = self._renewal is None or self._renewal.has_ended
+        return is_durable and self.tier.mode == "on"
 
     def _taken(self, new: list[Key], ends: dict[Key, int]) -> list[int]:
         """Take a slot for each new key while there are any: free ones, then those of old keys.
