@@ -290,6 +290,10 @@ def test_png_without_matplotlib_is_refused_before_the_replay(
         (["--servers", "2", "--device-blocks", "9"], "--device-blocks has no effect on a fleet"),
         (["--servers", "2", "--png", "x.svg"], "writes no SVG: pass a name that ends in .png\n"),
         (["--servers", "2", "--html", "x.html"], "--html has no effect on a fleet"),
+        (
+            ["--servers", "2", "--host-blocks", "0"],
+            "--host-blocks is 0: it must be 1 to 2147483646, and 1 is as good as none\n",
+        ),
         (["--routing", "prefix"], "--routing is for a fleet: pass --servers too"),
         (["--shared-blocks", "9"], "--shared-blocks is for a fleet: pass --servers too"),
     ],
@@ -298,4 +302,21 @@ def test_options_that_do_not_fit_are_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     assert main(["replay", "--limit", "5", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--servers", "1,2000"], "servers is 2000: it must be 1 to 1024"),
+        (["--servers", "1", "--host-blocks", "99999999999"], "host-blocks is 99999999999: it must"),
+        (["--servers", "1", "--shared-blocks", "0"], "shared-blocks is 0: it must be 1 or more"),
+    ],
+)
+def test_sizes_are_refused_before_the_trace_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("no trace")
+    assert main(["replay", str(trace), *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -23,6 +23,7 @@ from kvstow._core import ConfigError, FullAttention, OffloadScheduler
 from kvstow.engine import Policy
 from kvstow.replay.keys import block_digests
 from kvstow.replay.trace import Trace, TraceRequest
+from kvstow.transfer.layout import MAX_BLOCKS
 
 Routing: TypeAlias = Literal["round-robin", "prefix"]
 ROUTINGS: tuple[Routing, ...] = ("round-robin", "prefix")
@@ -211,6 +212,21 @@ class Fleet:
     routing: Routing = "round-robin"
     shared_blocks: int | None = None
 
+    def check(self, num_servers: int) -> None:
+        """Raise `ConfigError` for a number of servers or blocks that cannot be."""
+        if not 1 <= num_servers <= MAX_SERVERS:
+            raise ConfigError(f"--servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
+        if not 1 <= self.host_blocks < MAX_BLOCKS:
+            raise ConfigError(
+                f"--host-blocks is {self.host_blocks}: it must be 1 to {MAX_BLOCKS - 1}, and 1 is "
+                "as good as none"
+            )
+        if self.shared_blocks is not None and self.shared_blocks < 1:
+            raise ConfigError(
+                f"--shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
+                "store without a bound"
+            )
+
     def serve(
         self,
         trace: Trace,
@@ -228,15 +244,9 @@ class Fleet:
             served: called after each request.
 
         Raises:
-            ConfigError: a number of servers or blocks that cannot be.
+            ConfigError: as `check`.
         """
-        if not 1 <= num_servers <= MAX_SERVERS:
-            raise ConfigError(f"--servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
-        if self.shared_blocks is not None and self.shared_blocks < 1:
-            raise ConfigError(
-                f"--shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
-                "store without a bound"
-            )
+        self.check(num_servers)
         store = SharedBlocks(self.shared_blocks) if is_shared else None
         servers = [_Server(self.host_blocks, self.policy, store) for _ in range(num_servers)]
         router, figures = _Router(servers, self.routing), FleetFigures()
