@@ -6,17 +6,25 @@ import importlib.util
 import io
 import json
 import random
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvstow import ConfigError
 from kvstow.cli import main
+from kvstow.engine import Policy
 from kvstow.replay import Trace, TraceRequest
-from kvstow.replay.fleet import Fleet, FleetFigures, SharedBlocks, serve_all
+from kvstow.replay.fleet import (
+    _ACCOUNTING_BYTES,
+    Fleet,
+    FleetFigures,
+    SharedBlocks,
+    serve_all,
+)
 from kvstow.replay.fleet_command import fleet_chart
 from kvstow.report.picture import draw_png
 
@@ -320,3 +328,38 @@ def test_sizes_are_refused_before_the_trace_is_read(
     trace.write_text("no trace")
     assert main(["replay", str(trace), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_fleet_that_needs_more_than_the_free_memory_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.replay.fleet.free_memory", lambda: 2**30)
+    arguments = ["replay", "--limit", "5", "--host-blocks", "8192", "--servers"]
+    assert main([*arguments, "4"]) == 0
+    assert main([*arguments, "4,512"]) == 2
+    assert capsys.readouterr().err == (
+        "kvstow: the accounting of 512 servers with 8192 host blocks each needs 5.1 GiB, and 1.0 "
+        "GiB of memory are free: lower --servers or --host-blocks\n"
+    )
+
+
+# Argument: the policy. In a process of its own, no memory is left over from other tests.
+MEASURE_BYTES_PER_BLOCK = """
+import resource, sys
+from pathlib import Path
+from kvstow.replay.fleet import SharedBlocks, _Server
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+before = resident_bytes()
+servers = [_Server(8192, sys.argv[1], SharedBlocks(None)) for _ in range(16)]
+print((resident_bytes() - before) // (16 * 8192))
+"""
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_accounting_of_a_fleet_takes_the_memory_that_its_check_expects(policy: Policy) -> None:
+    command = [sys.executable, "-c", MEASURE_BYTES_PER_BLOCK, policy]
+    measured = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert 0.8 * _ACCOUNTING_BYTES < measured <= _ACCOUNTING_BYTES
