@@ -336,7 +336,21 @@ def test_small_host_above_a_large_disk_is_compared(capsys: pytest.CaptureFixture
     assert "with a disk of 1,024 GiB" in " ".join(capsys.readouterr().out.split())
     for sizes in (["64,512"], ["512", "--disk-gib", "64"], ["64", "--disk-gib", "1024"]):
         assert plan("--host-gib", *sizes) == 0
-        assert compared not in capsys.readouterr().out, sizes
+        assert "For comparison" not in capsys.readouterr().out, sizes
+
+
+def test_comparison_with_a_small_host_names_the_device_whose_hits_it_counts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--device-gib", "64", "--host-gib", "32,512", "--disk-gib", "1024", "--json"]
+    assert plan(*arguments) == 0
+    made = json.loads(capsys.readouterr().out)
+    row = made["sizes"][0]
+    assert (row["host_hit_ratio"], row["device_hit_ratio"] > 0) == (0, True)
+    assert (
+        f"the device and a host tier of 32 GiB hit {row['device_hit_ratio']:.1%} of the prompt "
+        f"tokens, and {row['hit_ratio']:.1%} with a disk of 1,024 GiB."
+    ) in made["recommendations"][0]["sentence"]
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,24 @@ def test_replay_with_overlap_is_within_the_device_of_the_plan(device: int, host:
     assert curves.at(host - device) - new_at_once(trace) <= hits <= curves.at(host + device)
 
 
+@pytest.mark.parametrize(
+    ("device", "host", "more"), [(1024, 2048, 0.2), (4096, 4096, 2.9), (4096, 16384, 0.0)]
+)
+def test_replay_of_the_bundled_trace_differs_from_the_plan_as_documented(
+    device: int, host: int, more: float
+) -> None:
+    """The figures of docs/reference/cli.md, in points of the prompt tokens."""
+    trace = read_trace(BUNDLED_TRACE)
+    planned = [PlanRequest(one, 0) for one in trace.requests]
+    workload = build_workload(PlanTrace((trace.path,), BLOCK, False, planned), BLOCK)
+    curves = exact_curves(workload, lambda: None)
+    figures = replayed(trace, "full", device - 1, host)
+
+    hits = figures.device_hits + figures.host_hits
+    points = 100 * workload.hit_ratio(hits - curves.at(max(device - 1, host)))
+    assert round(points, 1) == more
+
+
 def new_at_once(trace: Trace) -> int:
     """Count the blocks that several requests of one moment bring, and none before them had."""
     count = 0

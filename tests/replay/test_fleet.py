@@ -6,17 +6,25 @@ import importlib.util
 import io
 import json
 import random
+import subprocess
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from kvstow import ConfigError
 from kvstow.cli import main
+from kvstow.engine import Policy
 from kvstow.replay import Trace, TraceRequest
-from kvstow.replay.fleet import Fleet, FleetFigures, SharedBlocks, serve_all
+from kvstow.replay.fleet import (
+    _ACCOUNTING_BYTES,
+    Fleet,
+    FleetFigures,
+    SharedBlocks,
+    serve_all,
+)
 from kvstow.replay.fleet_command import fleet_chart
 from kvstow.report.picture import draw_png
 
@@ -290,6 +298,10 @@ def test_png_without_matplotlib_is_refused_before_the_replay(
         (["--servers", "2", "--device-blocks", "9"], "--device-blocks has no effect on a fleet"),
         (["--servers", "2", "--png", "x.svg"], "writes no SVG: pass a name that ends in .png\n"),
         (["--servers", "2", "--html", "x.html"], "--html has no effect on a fleet"),
+        (
+            ["--servers", "2", "--host-blocks", "0"],
+            "--host-blocks is 0: it must be 1 to 2147483646, and 1 is as good as none\n",
+        ),
         (["--routing", "prefix"], "--routing is for a fleet: pass --servers too"),
         (["--shared-blocks", "9"], "--shared-blocks is for a fleet: pass --servers too"),
     ],
@@ -299,3 +311,55 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     assert main(["replay", "--limit", "5", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--servers", "1,2000"], "servers is 2000: it must be 1 to 1024"),
+        (["--servers", "1", "--host-blocks", "99999999999"], "host-blocks is 99999999999: it must"),
+        (["--servers", "1", "--shared-blocks", "0"], "shared-blocks is 0: it must be 1 or more"),
+    ],
+)
+def test_sizes_are_refused_before_the_trace_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("no trace")
+    assert main(["replay", str(trace), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_fleet_that_needs_more_than_the_free_memory_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.replay.fleet.free_memory", lambda: 2**30)
+    arguments = ["replay", "--limit", "5", "--host-blocks", "8192", "--servers"]
+    assert main([*arguments, "4"]) == 0
+    assert main([*arguments, "4,512"]) == 2
+    assert capsys.readouterr().err == (
+        "kvstow: the accounting of 512 servers with 8192 host blocks each needs 5.1 GiB, and 1.0 "
+        "GiB of memory are free: lower --servers or --host-blocks\n"
+    )
+
+
+# Argument: the policy. In a process of its own, no memory is left over from other tests.
+MEASURE_BYTES_PER_BLOCK = """
+import resource, sys
+from pathlib import Path
+from kvstow.replay.fleet import SharedBlocks, _Server
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+before = resident_bytes()
+servers = [_Server(8192, sys.argv[1], SharedBlocks(None)) for _ in range(16)]
+print((resident_bytes() - before) // (16 * 8192))
+"""
+
+
+@pytest.mark.parametrize("policy", get_args(Policy))
+def test_accounting_of_a_fleet_takes_the_memory_that_its_check_expects(policy: Policy) -> None:
+    command = [sys.executable, "-c", MEASURE_BYTES_PER_BLOCK, policy]
+    measured = int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    assert 0.8 * _ACCOUNTING_BYTES < measured <= _ACCOUNTING_BYTES

@@ -89,9 +89,11 @@ def _small_host_sentence(plan: Plan, choice: Choice) -> str:
     if row.disk_gib is None or row == choice.judged or plan.hit_ratio(row.disk_hits) < LEAST_GAIN:
         return ""
     alone = plan.hit_ratio(row.num_hits - row.disk_hits)
+    tier = f"a host tier of {size(row.host_gib)}"
+    hits = f"{tier} hits" if choice.device_gib is None else f"the device and {tier} hit"
     return (
-        f" For comparison, a host tier of {size(row.host_gib)} hits {alone:.1%} of the prompt "
-        f"tokens, and {plan.hit_ratio(row.num_hits):.1%} with a disk of {size(row.disk_gib)}."
+        f" For comparison, {hits} {alone:.1%} of the prompt tokens, and "
+        f"{plan.hit_ratio(row.num_hits):.1%} with a disk of {size(row.disk_gib)}."
     )
 
 

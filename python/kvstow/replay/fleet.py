@@ -21,8 +21,10 @@ import numpy as np
 
 from kvstow._core import ConfigError, FullAttention, OffloadScheduler
 from kvstow.engine import Policy
+from kvstow.memory import free_memory
 from kvstow.replay.keys import block_digests
 from kvstow.replay.trace import Trace, TraceRequest
+from kvstow.transfer.layout import MAX_BLOCKS
 
 Routing: TypeAlias = Literal["round-robin", "prefix"]
 ROUTINGS: tuple[Routing, ...] = ("round-robin", "prefix")
@@ -31,6 +33,8 @@ MAX_SERVERS = 1024
 _NAME = "request"
 # Claims that a server keeps, for each block of its host.
 _CLAIMS_PER_BLOCK = 8
+# What the accounting of a block on the host takes, its claims included.
+_ACCOUNTING_BYTES = 1300
 _MAX_SHARE = 1.25
 
 
@@ -211,6 +215,28 @@ class Fleet:
     routing: Routing = "round-robin"
     shared_blocks: int | None = None
 
+    def check(self, num_servers: int) -> None:
+        """Raise `ConfigError` for sizes that cannot be, or that this machine lacks memory for."""
+        if not 1 <= num_servers <= MAX_SERVERS:
+            raise ConfigError(f"--servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
+        if not 1 <= self.host_blocks < MAX_BLOCKS:
+            raise ConfigError(
+                f"--host-blocks is {self.host_blocks}: it must be 1 to {MAX_BLOCKS - 1}, and 1 is "
+                "as good as none"
+            )
+        if self.shared_blocks is not None and self.shared_blocks < 1:
+            raise ConfigError(
+                f"--shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
+                "store without a bound"
+            )
+        needed_bytes, free_bytes = num_servers * self.host_blocks * _ACCOUNTING_BYTES, free_memory()
+        if free_bytes is not None and needed_bytes > free_bytes:
+            raise ConfigError(
+                f"the accounting of {num_servers} servers with {self.host_blocks} host blocks each "
+                f"needs {needed_bytes / 2**30:,.1f} GiB, and {free_bytes / 2**30:,.1f} GiB of "
+                "memory are free: lower --servers or --host-blocks"
+            )
+
     def serve(
         self,
         trace: Trace,
@@ -228,15 +254,9 @@ class Fleet:
             served: called after each request.
 
         Raises:
-            ConfigError: a number of servers or blocks that cannot be.
+            ConfigError: as `check`.
         """
-        if not 1 <= num_servers <= MAX_SERVERS:
-            raise ConfigError(f"--servers is {num_servers}: it must be 1 to {MAX_SERVERS}")
-        if self.shared_blocks is not None and self.shared_blocks < 1:
-            raise ConfigError(
-                f"--shared-blocks is {self.shared_blocks}: it must be 1 or more, or left out for a "
-                "store without a bound"
-            )
+        self.check(num_servers)
         store = SharedBlocks(self.shared_blocks) if is_shared else None
         servers = [_Server(self.host_blocks, self.policy, store) for _ in range(num_servers)]
         router, figures = _Router(servers, self.routing), FleetFigures()

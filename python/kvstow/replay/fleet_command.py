@@ -87,6 +87,8 @@ def run_fleet(
     check_can_draw(given["png"])
     numbers = _numbers(given["servers"])
     fleet = Fleet(given["host_blocks"], given["policy"], given["routing"], given["shared_blocks"])
+    for number in numbers:
+        fleet.check(number)
     with written_file(given["png"]) as write_png:
         requests = trace()
         called = served(2 * len(numbers) * len(requests.requests))
