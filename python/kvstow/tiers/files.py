@@ -22,9 +22,7 @@ class Files:
         """Open a file; return its descriptor."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
 
-    def close(self, file: int) -> None:
-        """Close a descriptor."""
-        os.close(file)
+    close = staticmethod(os.close)  # no method around it, for `close_last`
 
     def protect(self, file: int) -> None:
         """Let only the owner read and write a file, if the file system can tell users apart."""
@@ -116,3 +114,12 @@ class Files:
     def now(self) -> float:
         """Return the time on the clock of deadlines, in seconds."""
         return time.monotonic()
+
+
+def close_last(files: Files, descriptors: list[int]) -> None:
+    """Take the last descriptor from a list, and close it.
+
+    No interrupt comes between the two, because the interpreter runs no code of Python there. If one
+    did, the descriptor would stay open, or a second close would hit another file of its number.
+    """
+    any(map(files.close, map(list.pop, (descriptors,))))

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvstow.tiers.files import Buffers, Files
+from kvstow.tiers.files import Buffers, Files, close_last
 from kvstow.tiers.frame import FRAME_BYTES, Frames
 from kvstow.tiers.slot_index import HEADER_BYTES, Header, write_header
 from kvstow.tiers.ticket import Bools
@@ -48,6 +48,7 @@ class SlotCalls:
         """Take over the descriptors `data` and `index`. A slot has the bytes of a row."""
         self._files = files
         self._data, self._index = data, index
+        self._opened = [index, data]
         self._rows, self._pacer = rows, pacer
         self._slot_bytes: int = rows.shape[1]
 
@@ -118,12 +119,9 @@ class SlotCalls:
 
     def close(self) -> None:
         """Close the files, which releases the lock; a second call does nothing."""
-        # Forgotten before it is closed. After an interrupt, another file may have its number.
-        for name in ("_data", "_index"):
-            file = getattr(self, name)
-            setattr(self, name, -1)
-            if file >= 0:
-                self._files.close(file)
+        self._data = self._index = -1
+        while self._opened:
+            close_last(self._files, self._opened)
 
     def _slots_per_call(self) -> int:
         """Return how many slots the next call may move."""
