@@ -688,6 +688,12 @@ def test_numbers_of_a_narrow_type_do_not_overflow() -> None:
             it.engine.admit("one", most, 1, after=READY)
 
 
+def test_host_blocks_of_a_narrow_type_do_not_overflow() -> None:
+    num_slots: Any = np.int8(64)
+    with world(num_host_blocks=num_slots, blocks_per_slot=2) as it:
+        assert it.engine.arenas[0].num_slots == 128
+
+
 @pytest.mark.parametrize(
     "use",
     [

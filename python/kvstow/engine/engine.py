@@ -171,6 +171,8 @@ class Engine(Closing):
         check_num_device_blocks(num_device_blocks)
         check_num_host_blocks(num_host_blocks)
         check_world_size(world_size)
+        # A product of narrow numpy integers may overflow.
+        num_host_blocks, world_size = int(num_host_blocks), int(world_size)
         blocks_per_slot = checked_size("blocks_per_slot", blocks_per_slot)
         check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
