@@ -9,6 +9,7 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -615,6 +616,7 @@ def test_sizes_that_cannot_fit_are_refused(tmp_path: Path, arena: HostArena) -> 
         ({"max_bytes": "much"}, "max_bytes is 'much'"),
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"on_mismatch": "ask"}, "on_mismatch is 'ask'"),
+        ({"on_mismatch": np.zeros(2)}, "on_mismatch is array"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"stuck_after_s": 0}, "stuck_after_s is 0"),
         ({"stuck_after_s": "9"}, "stuck_after_s is '9'"),
@@ -628,6 +630,18 @@ def test_bad_option_is_a_config_error(
     with pytest.raises(ConfigError, match=message):
         open_file(tmp_path, arena, **options)
     assert on_disk(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"stuck_after_s": Fraction(9)}, {"num_threads": np.int8(2)}], ids=str
+)
+def test_option_of_another_number_type_is_taken(
+    tmp_path: Path, arena: HostArena, options: dict[str, Any]
+) -> None:
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with open_file(tmp_path, arena, **options) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
 
 
 class BytesPath:
