@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.forks import in_child
-from tests.interrupts import is_interrupted
+from tests.interrupts import is_interrupted, is_interrupted_behind
 from tests.tiers.setup import (
     LONG_S,
     MODEL,
@@ -681,6 +681,26 @@ def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
             for it in tmp_path.iterdir():
                 it.unlink()
     assert line > 100, "some lines were interrupted"
+
+
+def test_open_that_is_interrupted_behind_a_call_lets_go_of_the_file(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    number, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    while is_cut_short:
+        number += 1
+        opened: list[SlotTier] = []
+        is_cut_short = is_interrupted_behind(
+            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
+            number,
+            sources,
+        )
+        for tier in opened:
+            tier.close()
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"call {number}"
+        open_file(tmp_path, arena).close()
+    assert number > 50, "some calls were interrupted"
 
 
 def test_interrupted_creation_of_the_data_file_leaves_no_file(

@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from kvstow._core import ConfigError, StateError
-from kvstow.tiers.files import Files, close_last
+from kvstow.tiers.files import Files, close_last, open_next
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Context, Fingerprint, Frames
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
@@ -377,8 +377,7 @@ class _Opening:
             raise
 
     def _open(self, path: str, flags: int) -> int:
-        self._opened.append(self._files.open(path, flags))
-        return self._opened[-1]
+        return open_next(self._files, path, flags, self._opened)
 
     def _close_all(self) -> None:
         while self._opened:
