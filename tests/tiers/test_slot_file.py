@@ -755,8 +755,9 @@ def test_opening_removes_no_index_that_another_process_has_locked(
         assert get(tier, KEYS[:1], [0]) == [True]
 
 
-def test_close_that_is_interrupted_anywhere_lets_go_of_the_file_the_second_time(
-    tmp_path: Path, arena: HostArena
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_close_that_is_interrupted_anywhere_lets_go_of_the_file_in_the_end(
+    tmp_path: Path, arena: HostArena, is_dropped: bool
 ) -> None:
     line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
     num_descriptors = len(os.listdir("/proc/self/fd"))
@@ -764,7 +765,10 @@ def test_close_that_is_interrupted_anywhere_lets_go_of_the_file_the_second_time(
         line += 1
         tier = open_file(tmp_path, arena)
         is_cut_short = is_interrupted(tier.close, line, sources)
-        tier.close()
+        if is_dropped:
+            del tier
+        else:
+            tier.close()
         assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"line {line}"
         open_file(tmp_path, arena).close()  # which is refused while the file is locked
     assert line > 10, "some lines were interrupted"

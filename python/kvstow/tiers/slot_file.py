@@ -215,8 +215,9 @@ class SlotTier(Tier):
 
     def close(self) -> None:
         """Carry out every job, and close the file; see `Tier.close`."""
-        self._stop()
         self._store.close()
+        # Only now: if an interrupt cuts the close short, the finalizer goes on with it.
+        self._stop.detach()
 
     def _check_open(self) -> None:
         self._store.check_open()
