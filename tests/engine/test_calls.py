@@ -649,6 +649,7 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.step(["runs"], [-1]), f"num_new_tokens has -1: each must be 1 to {2**40}"),
         (lambda e: e.computed(["runs"], [-1], after=READY), "computed -1 tokens, and 0 were"),
         (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
+        (lambda e: e.sleep(after=READY, weights_version=np.ones(2)), "array.*; pass strings"),
         (lambda e: e.sleep(after=READY, preserve="no"), "preserve is 'no', expected True or False"),
     ],
 )
