@@ -53,6 +53,31 @@ def is_interrupted(
     return False
 
 
+def is_interrupted_behind(call: Callable[[], object], number: int, sources: str) -> bool:
+    """Interrupt `call` when its functions that are written in C have returned that many times.
+
+    Only calls from the sources, a file or a folder, count. Returns whether there are so many.
+    """
+    num_returns = 0
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_returns
+        if event == "c_return" and frame.f_code.co_filename.startswith(sources):
+            num_returns += 1
+            if num_returns == number:
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
+
+
 def lines_of(call: Callable[[], object], sources: str | tuple[str, ...]) -> list[tuple[str, int]]:
     """Return the file and the number of each line of the sources that `call` carries out."""
     lines: list[tuple[str, int]] = []

@@ -33,6 +33,8 @@ from kvstow import (
     ConfigError,
     Engine,
     FullAttention,
+    OutOfBlocks,
+    RequestTooLarge,
     SlidingWindow,
     StateError,
     StateSpace,
@@ -647,6 +649,7 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.step(["runs"], [-1]), f"num_new_tokens has -1: each must be 1 to {2**40}"),
         (lambda e: e.computed(["runs"], [-1], after=READY), "computed -1 tokens, and 0 were"),
         (lambda e: e.sleep(after=READY, timeout_s="1"), "timeout_s is '1'"),
+        (lambda e: e.sleep(after=READY, weights_version=np.ones(2)), "array.*; pass strings"),
         (lambda e: e.sleep(after=READY, preserve="no"), "preserve is 'no', expected True or False"),
     ],
 )
@@ -667,6 +670,52 @@ def test_false_must_fit_tokens_raises_config_error(wrong: Any) -> None:
         it.engine.add("added", hash_tokens(DOCUMENT, BLOCK))
         with pytest.raises(ConfigError, match=f"integer, got {re.escape(repr(wrong))};"):
             it.engine.admit("added", 16, 100, after=READY, must_fit_tokens=wrong)
+        assert not it.engine._state.change.is_torn
+
+
+def test_numbers_of_a_narrow_type_do_not_overflow() -> None:
+    most: Any = np.uint8(255)
+    with world(65) as it:
+        it.engine.add("one", [])
+        assert it.engine.admit("one", most, most, after=READY).num_new_tokens == 255
+        with pytest.raises(OutOfBlocks, match="needs 192 blocks for this step"):
+            it.engine.step(["one"], np.array([255], np.uint8), num_lookahead_tokens=most)
+        it.engine.preempt("one")
+        with pytest.raises(OutOfBlocks, match="needs 128 blocks now"):
+            it.engine.admit("one", most, most, after=READY, num_lookahead_tokens=most)
+    with world(9) as it:
+        it.engine.add("one", [])
+        with pytest.raises(RequestTooLarge, match="needs 64 blocks for 255 tokens"):
+            it.engine.admit("one", most, 1, after=READY)
+
+
+def test_host_blocks_of_a_narrow_type_do_not_overflow() -> None:
+    num_slots: Any = np.int8(64)
+    with world(num_host_blocks=num_slots, blocks_per_slot=2) as it:
+        assert it.engine.arenas[0].num_slots == 128
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda e, number: e.computed(["runs"], [number], after=READY),
+        lambda e, number: e.rewind("runs", number),
+        lambda e, number: e.admit("runs", number, 9, after=READY),
+        lambda e, number: e.step(["runs"], [1], num_lookahead_tokens=number),
+    ],
+)
+def test_request_that_ends_while_a_number_is_read_is_unknown(
+    use: Callable[[Engine, Any], object],
+) -> None:
+    class Ending:
+        def __index__(self) -> int:
+            it.engine.finish("runs")
+            return 16
+
+    with world() as it:
+        it.admit("runs", DOCUMENT)
+        with pytest.raises(UnknownRequest, match="'runs' is not known"):
+            use(it.engine, Ending())
         assert not it.engine._state.change.is_torn
 
 

@@ -272,6 +272,7 @@ def test_close_that_is_interrupted_gives_old_blocks_no_new_name(tmp_path: Path) 
     assert len(problems) == 3, "the close was interrupted at some of its lines only"
 
 
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("way", ["wake", "restart"])
 def test_blocks_have_their_name_as_soon_as_they_are_back(way: str, tmp_path: Path) -> None:
     """An interrupt after them does not let another name through."""

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import gc
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.engine.sleep_world import WHO, World, prompt, put_to_sleep
+from tests.interrupts import is_interrupted
 
 from kvstow import SnapshotError
 from kvstow.engine.snapshot_file import SnapshotFile
@@ -220,6 +222,22 @@ def test_slots_named_twice_or_outside_the_file_are_refused(image: Path) -> None:
 def test_pipe_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     assert "cannot be read" in str(refusal(tmp_path / "pipe"))
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_file_that_is_interrupted_anywhere_does_not_stay_open(image: Path) -> None:
+    def read() -> None:
+        with SnapshotFile(image) as file:
+            assert file.version
+
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    line, is_cut_short = 0, True
+    while is_cut_short:
+        line += 1
+        is_cut_short = is_interrupted(read, line, skipped=("with ",))
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"line {line}"
+    assert line > 50, "some lines were interrupted"
 
 
 def test_other_weights_are_refused(image: Path) -> None:

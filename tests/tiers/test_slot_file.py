@@ -10,13 +10,14 @@ import socket
 import stat
 import threading
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.forks import in_child
-from tests.interrupts import is_interrupted
+from tests.interrupts import is_interrupted, is_interrupted_behind
 from tests.tiers.setup import (
     LONG_S,
     MODEL,
@@ -697,6 +698,7 @@ def test_sizes_that_cannot_fit_are_refused(tmp_path: Path, arena: HostArena) -> 
         ({"max_bytes": "much"}, "max_bytes is 'much'"),
         ({"max_bytes": 0}, "max_bytes is 0"),
         ({"on_mismatch": "ask"}, "on_mismatch is 'ask'"),
+        ({"on_mismatch": np.zeros(2)}, "on_mismatch is array"),
         ({"num_threads": 0}, "num_threads is 0"),
         ({"stuck_after_s": 0}, "stuck_after_s is 0"),
         ({"stuck_after_s": "9"}, "stuck_after_s is '9'"),
@@ -710,6 +712,18 @@ def test_bad_option_is_a_config_error(
     with pytest.raises(ConfigError, match=message):
         open_file(tmp_path, arena, **options)
     assert on_disk(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "options", [{"stuck_after_s": Fraction(9)}, {"num_threads": np.int8(2)}], ids=str
+)
+def test_option_of_another_number_type_is_taken(
+    tmp_path: Path, arena: HostArena, options: dict[str, Any]
+) -> None:
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    with open_file(tmp_path, arena, **options) as tier:
+        assert put(tier, KEYS[:1], [0]) == [True]
+    assert len(os.listdir("/proc/self/fd")) == num_descriptors
 
 
 class BytesPath:
@@ -737,8 +751,7 @@ def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
 ) -> None:
     line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
     num_descriptors = len(os.listdir("/proc/self/fd"))
-    # A descriptor is forgotten before it is closed. So an interrupt of the close leaves it open.
-    skipped = ("with ", "try:", "os.close(file)")
+    skipped = ("with ", "try:")
     while is_cut_short:
         line += 1
         is_cut_short = is_open_interrupted(tmp_path, arena, line, sources, skipped=skipped)
@@ -750,6 +763,26 @@ def test_open_that_is_interrupted_anywhere_lets_go_of_the_file(
             for it in tmp_path.iterdir():
                 it.unlink()
     assert line > 100, "some lines were interrupted"
+
+
+def test_open_that_is_interrupted_behind_a_call_lets_go_of_the_file(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    number, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    while is_cut_short:
+        number += 1
+        opened: list[SlotTier] = []
+        is_cut_short = is_interrupted_behind(
+            lambda opened=opened: opened.append(open_file(tmp_path, arena)),  # type: ignore[misc]
+            number,
+            sources,
+        )
+        for tier in opened:
+            tier.close()
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"call {number}"
+        open_file(tmp_path, arena).close()
+    assert number > 50, "some calls were interrupted"
 
 
 def test_interrupted_creation_of_the_data_file_leaves_no_file(
@@ -834,6 +867,25 @@ def test_opening_keeps_what_another_process_wrote_before_the_lock(
     (tmp_path / "slots.index").touch()
     with open_file(tmp_path, arena, files=Late()) as tier:
         assert all(get(tier, KEYS, range(NUM_SLOTS)))
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_close_that_is_interrupted_anywhere_lets_go_of_the_file_in_the_end(
+    tmp_path: Path, arena: HostArena, is_dropped: bool
+) -> None:
+    line, is_cut_short, sources = 0, True, str(Path(slot_store.__file__).parent)
+    num_descriptors = len(os.listdir("/proc/self/fd"))
+    while is_cut_short:
+        line += 1
+        tier = open_file(tmp_path, arena)
+        is_cut_short = is_interrupted(tier.close, line, sources)
+        if is_dropped:
+            del tier
+        else:
+            tier.close()
+        assert len(os.listdir("/proc/self/fd")) == num_descriptors, f"line {line}"
+        open_file(tmp_path, arena).close()  # which is refused while the file is locked
+    assert line > 10, "some lines were interrupted"
 
 
 class InterruptedOnce(Here):

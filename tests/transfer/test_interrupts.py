@@ -1,18 +1,23 @@
 """Movers survive an interrupt, for example Ctrl-C, while they start and while they close."""
 
+import gc
 import signal
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.interrupts import is_interrupted
 
+import kvstow.transfer
 from kvstow.threads import _Work, map_on_threads
 from kvstow.transfer import BlockLayout, HostArena, HostMover, Mover, ProvingMover
 from kvstow.transfer import VerifiedMover as Verified
 
 BLOCK_BYTES = 1 << 20  # not brief, so a worker copies it
 LONG_S = 60.0
+SOURCES = str(Path(kvstow.transfer.__file__).parent)
 
 
 class Held:
@@ -73,6 +78,22 @@ def test_close_after_an_interrupted_close_waits_for_the_copy(
     assert ticket.poll(), "close returned while the copy was still to be made"
     # A wrapping mover may have closed its wrapped mover already. Then the copy has failed.
     assert ticket.error is not None or (arena.slots[0] == 7).all()
+
+
+@pytest.mark.parametrize("build", [host, verified, proving])
+def test_mover_whose_close_is_interrupted_anywhere_ends_its_threads_when_it_goes(
+    build: Callable[[BlockLayout, HostArena], Mover],
+) -> None:
+    layout, arena = memory()
+    num_threads, line, is_cut_short = threading.active_count(), 0, True
+    while is_cut_short:
+        line += 1
+        mover = build(layout, arena)
+        is_cut_short = is_interrupted(mover.close, line, SOURCES, skipped=("with ",))
+        del mover
+        gc.collect()
+        assert threading.active_count() == num_threads, f"line {line}"
+    assert line > 5, "some lines were interrupted"
 
 
 @pytest.mark.parametrize("build", [host, verified, proving])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 from kvstow._core import (
     BlockLedger,
@@ -13,7 +14,7 @@ from kvstow._core import (
 )
 from kvstow.arguments import checked_int
 from kvstow.engine.answers import Admission, AdmissionState
-from kvstow.engine.arguments import check_sizes
+from kvstow.engine.arguments import checked_size
 from kvstow.engine.copies import Copies
 from kvstow.engine.request import Request
 from kvstow.engine.state import State
@@ -33,18 +34,35 @@ class Wish:
     reserve: int
     must_fit_tokens: int | None
 
-    def check(self, state: State) -> None:
-        """Refuse numbers that are wrong, and a request that no hit lets fit into an empty pool."""
-        ledger = state.ledger
-        must_fit_tokens = 0 if self.must_fit_tokens is None else self.must_fit_tokens
-        check_sizes(
-            num_lookahead_tokens=self.num_lookahead_tokens,
-            reserve=self.reserve,
-            must_fit_tokens=must_fit_tokens,
-        )
+    @classmethod
+    def of(  # noqa: PLR0913 - its attributes
+        cls,
+        request_id: str,
+        num_tokens: int,
+        max_new_tokens: int,
+        *,
+        num_lookahead_tokens: int,
+        reserve: int,
+        must_fit_tokens: int | None,
+    ) -> Self:
+        """Return a wish of ints, because a sum of numpy integers may overflow.
+
+        Raises:
+            ConfigError: a number is no integer, or outside its bounds.
+        """
         fix = "a request has 1 or more, and without room in the step it waits"
-        checked_int("num_tokens", self.num_tokens, 1, _MAX_TOKENS, fix)
-        checked_int("max_new_tokens", self.max_new_tokens, 1, _MAX_TOKENS, fix)
+        return cls(
+            request_id,
+            checked_int("num_tokens", num_tokens, 1, _MAX_TOKENS, fix),
+            checked_int("max_new_tokens", max_new_tokens, 1, _MAX_TOKENS, fix),
+            checked_size("num_lookahead_tokens", num_lookahead_tokens),
+            checked_size("reserve", reserve),
+            None if must_fit_tokens is None else checked_size("must_fit_tokens", must_fit_tokens),
+        )
+
+    def check(self, state: State) -> None:
+        """Refuse too few tokens, and a request that no hit lets fit into an empty pool."""
+        ledger, must_fit_tokens = state.ledger, self.must_fit_tokens or 0
         num_hashed = ledger.num_hashes(self.request_id) * ledger.hash_block_size
         if num_hashed > self.num_tokens:
             raise ConfigError(

@@ -114,10 +114,9 @@ def check_max_in_flight_tokens(num_tokens: object) -> None:
         checked_int("max_in_flight_tokens", num_tokens, 1, _MAX_SIZE, fix)
 
 
-def check_sizes(**sizes: object) -> None:
-    """Refuse a number of blocks or tokens that is not an integer of 0 or more."""
-    for name, size in sizes.items():
-        checked_int(name, size, 0, _MAX_SIZE, "pass a whole number")
+def checked_size(name: str, size: object) -> int:
+    """Return a number of blocks or tokens as an int of 0 or more."""
+    return checked_int(name, size, 0, _MAX_SIZE, "pass a whole number")
 
 
 def check_names(**names: object) -> None:

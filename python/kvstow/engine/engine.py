@@ -44,12 +44,12 @@ from kvstow.engine.arguments import (
     check_num_device_blocks,
     check_num_host_blocks,
     check_path,
-    check_sizes,
     check_world_size,
     checked_counts,
     checked_groups,
     checked_limit_s,
     checked_names,
+    checked_size,
     refuse_repeated,
 )
 from kvstow.engine.below import checked_below
@@ -171,7 +171,9 @@ class Engine(Closing):
         check_num_device_blocks(num_device_blocks)
         check_num_host_blocks(num_host_blocks)
         check_world_size(world_size)
-        check_sizes(blocks_per_slot=blocks_per_slot)
+        # A product of narrow numpy integers may overflow.
+        num_host_blocks, world_size = int(num_host_blocks), int(world_size)
+        blocks_per_slot = checked_size("blocks_per_slot", blocks_per_slot)
         check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
         refuse_blocks_of_tokens(rank_layouts, groups, num_device_blocks)
@@ -282,8 +284,8 @@ class Engine(Closing):
         hashes. The next `poll` then reports a running request as failed.
         """
         self._check_open()
-        state = self._known(request_id)
         hashes = Hashes(hashes)  # which ledger and scheduler share
+        state = self._known(request_id)
         check_extension(state, request_id, len(hashes))
         check_chained(request_id, state.ledger.hashes(request_id), hashes)
         with state.change:
@@ -329,16 +331,21 @@ class Engine(Closing):
         """
         self._check_open()
         check_event(after)
+        wish = Wish.of(
+            request_id,
+            num_tokens,
+            max_new_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            reserve=reserve,
+            must_fit_tokens=must_fit_tokens,
+        )
         state = self._known(request_id)
         if (found := state.requests[request_id].state) != "added":
             is_running = found == "running"
             fix = "call step for more of its tokens" if is_running else "wait for poll to report it"
             raise StateError(f"request {request_id!r} is {found}; admit a request once, and {fix}")
-        wish = Wish(
-            request_id, num_tokens, max_new_tokens, num_lookahead_tokens, reserve, must_fit_tokens
-        )
         wish.check(state)
-        state.requests[request_id].num_known = num_tokens
+        state.requests[request_id].num_known = wish.num_tokens
         return admit(state, self._copies, wish, after)
 
     def step(
@@ -375,10 +382,9 @@ class Engine(Closing):
             ConfigError: lists of unequal length, a request named twice, or one with 0 new tokens.
         """
         self._check_open()
+        num_lookahead_tokens = checked_size("num_lookahead_tokens", num_lookahead_tokens)
+        num_in_flight_tokens = checked_size("num_in_flight_tokens", num_in_flight_tokens)
         self._check_running(request_ids)
-        check_sizes(
-            num_lookahead_tokens=num_lookahead_tokens, num_in_flight_tokens=num_in_flight_tokens
-        )
         step = self._state.ledger.allocate_step(
             request_ids,
             num_new_tokens,
@@ -420,8 +426,9 @@ class Engine(Closing):
         """
         self._check_open()
         check_event(after)
+        num_requests = len(checked_names(request_ids))
+        counts = checked_counts("num_computed_tokens", num_computed_tokens, num_requests)
         self._check_running(request_ids)
-        counts = checked_counts("num_computed_tokens", num_computed_tokens, len(request_ids))
         computed = zip(request_ids, counts, strict=True)
         return publish(self._state, self._copies, computed, after)
 
@@ -437,9 +444,10 @@ class Engine(Closing):
             StateError: fewer tokens than are published or than have hashes, blocks that are already
                 freed and would be read again, or the request does not run.
         """
-        self._check_running([request_id])
         fix = "pass the tokens that stay"
-        self._state.rewind(request_id, checked_int("num_tokens", num_tokens, 0, 2**63 - 1, fix))
+        num_tokens = checked_int("num_tokens", num_tokens, 0, 2**63 - 1, fix)
+        self._check_running([request_id])
+        self._state.rewind(request_id, num_tokens)
 
     def tables(self, request_id: str) -> tuple[Ids, ...]:
         """Return a request's block table per group. 0 stands where the group needs no block."""

@@ -65,8 +65,8 @@ def fall_asleep(  # noqa: PLR0913 - what `Engine.sleep` takes
     timeout_s: float | None,
 ) -> None:
     """Let an engine that is awake fall asleep, as `Engine.sleep` describes."""
-    _check_is_own(state, copies, model, in_file=to is not HOST)
     _check_place(to, model)
+    _check_is_own(state, copies, model, in_file=to is not HOST)
     copies.drain(timeout_s)
     if copies.in_flight:
         mend(state, copies)

@@ -305,6 +305,11 @@ class _Arena:
     crcs: npt.NDArray[np.int64]
 
 
+def _open(path: str, flags: int) -> int:
+    """Open a file. The opening of a pipe does not wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class SnapshotFile(Closing):
     """A snapshot file, checked except for its slots, which are compared when they are read.
 
@@ -328,8 +333,8 @@ class SnapshotFile(Closing):
         """
         self.path = Path(path)
         try:
-            # O_NONBLOCK: opening a pipe does not wait for a writer.
-            self._file = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            # A file object closes itself if an interrupt prevents that `close` is called.
+            self._file = open(self.path, "rb", buffering=0, opener=_open)  # noqa: SIM115
         except OSError as error:
             raise SnapshotError(f"{self.path} cannot be read: {error.strerror}") from error
         with ExitStack() as opened:
@@ -346,10 +351,7 @@ class SnapshotFile(Closing):
 
     def close(self) -> None:
         """Close the file."""
-        # Forgotten before it is closed. After an interrupt, another file may have its number.
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        self._file.close()
 
     def map_arenas(self) -> Iterator[HostArena]:
         """Yield each rank's slots as host memory, copy-on-write, with checksums of the used ones.
@@ -361,7 +363,7 @@ class SnapshotFile(Closing):
                 part.num_slots,
                 part.slot_bytes,
                 slots_per_run=part.slots_per_run,
-                file=(self._file, part.offset),
+                file=(self._file.fileno(), part.offset),
             )
             arena.checksums[part.used] = part.crcs
             arena.unproven = arena.checksums >= 0
@@ -381,8 +383,9 @@ class SnapshotFile(Closing):
         return SnapshotError(f"{self.path} is damaged: {what}. Start without it, or from a copy")
 
     def _read(self) -> None:
-        size = os.fstat(self._file).st_size
-        prefix = os.pread(self._file, _PREFIX.size, 0)
+        file = self._file.fileno()
+        size = os.fstat(file).st_size
+        prefix = os.pread(file, _PREFIX.size, 0)
         if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
             raise SnapshotError(
                 f"{self.path} is not a kvstow snapshot (kvstow tier info shows files of a tier)"
@@ -393,7 +396,7 @@ class SnapshotFile(Closing):
                 f"{self.path} has version {self.version}, this kvstow reads version {VERSION}: "
                 "read it with the kvstow that wrote it"
             )
-        header = os.pread(self._file, min(header_bytes, _MAX_HEADER_BYTES), _PREFIX.size)
+        header = os.pread(file, min(header_bytes, _MAX_HEADER_BYTES), _PREFIX.size)
         sealed = zlib.crc32(struct.pack("<II", self.version, header_bytes))
         if len(header) != header_bytes or zlib.crc32(header, sealed) != crc:
             raise self._damaged("its header does not match its checksum")
@@ -426,7 +429,7 @@ class SnapshotFile(Closing):
     def _section(self, name: str, place: int, num_bytes: int, crc: int) -> bytes:
         if not 0 <= place <= place + num_bytes <= self.num_bytes:
             raise self._damaged(f"its part {name!r} lies outside the file")
-        data = os.pread(self._file, num_bytes, place)
+        data = os.pread(self._file.fileno(), num_bytes, place)
         if len(data) != num_bytes or zlib.crc32(data) != crc:
             raise self._damaged(f"its part {name!r} does not match its checksum")
         return data

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import time
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -18,13 +19,9 @@ Buffers: TypeAlias = list[npt.NDArray[np.uint8]]
 class Files:
     """The system's own file calls. Each raises `OSError`, as the system does."""
 
-    def open(self, path: str, flags: int) -> int:
-        """Open a file; return its descriptor."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
-
-    def close(self, file: int) -> None:
-        """Close a descriptor."""
-        os.close(file)
+    # No methods of Python are around these two, for `open_next` and `close_last`.
+    open = staticmethod(partial(os.open, mode=0o600))
+    close = staticmethod(os.close)
 
     def protect(self, file: int) -> None:
         """Let only the owner read and write a file, if the file system can tell users apart."""
@@ -123,3 +120,21 @@ class Files:
     def now(self) -> float:
         """Return the time on the clock of deadlines, in seconds."""
         return time.monotonic()
+
+
+def open_next(files: Files, path: str, flags: int, descriptors: list[int]) -> int:
+    """Open a file, put its descriptor at the end of a list, and return it.
+
+    No interrupt comes between the two, see `close_last`.
+    """
+    descriptors.extend(map(files.open, (path,), (flags,)))
+    return descriptors[-1]
+
+
+def close_last(files: Files, descriptors: list[int]) -> None:
+    """Take the last descriptor from a list, and close it.
+
+    No interrupt comes between the two, because the interpreter runs no code of Python there. If one
+    did, the descriptor would stay open, or a second close would hit another file of its number.
+    """
+    any(map(files.close, map(list.pop, (descriptors,))))

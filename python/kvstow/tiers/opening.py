@@ -30,7 +30,7 @@ from typing import Final
 import numpy as np
 
 from kvstow._core import ConfigError, StateError
-from kvstow.tiers.files import Files
+from kvstow.tiers.files import Files, close_last, open_next
 from kvstow.tiers.frame import FRAME, FRAME_BYTES, Context, Fingerprint, Frames
 from kvstow.tiers.slot_index import (
     HEADER_BYTES,
@@ -386,13 +386,12 @@ class _Opening:
             raise
 
     def _open(self, path: str, flags: int) -> int:
-        self._opened.append(self._files.open(path, flags))
-        return self._opened[-1]
+        return open_next(self._files, path, flags, self._opened)
 
     def _close_all(self) -> None:
         while self._opened:
             with contextlib.suppress(OSError):
-                self._files.close(self._opened.pop())
+                close_last(self._files, self._opened)
 
     def _resize(self, file: int, path: str, new_bytes: int) -> int:
         """Give a file its size, with the space reserved, and return the old size."""
@@ -423,7 +422,7 @@ class _Opening:
     def _sync_folder(self) -> None:
         """Make the names of new files survive a loss of power."""
         self._files.sync(self._open(os.path.dirname(self._wanted.path) or ".", os.O_RDONLY))
-        self._files.close(self._opened.pop())
+        close_last(self._files, self._opened)
 
     def _on_failure(self, call: Callable[..., object], *arguments: object) -> None:
         def undo() -> None:

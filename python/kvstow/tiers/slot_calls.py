@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from kvstow.tiers.files import Buffers, Files
+from kvstow.tiers.files import Buffers, Files, close_last
 from kvstow.tiers.frame import FRAME_BYTES, Frames
 from kvstow.tiers.slot_index import HEADER_BYTES, Header, write_header
 from kvstow.tiers.ticket import Bools
@@ -49,6 +49,7 @@ class SlotCalls:
         """Take over the descriptors `data` and `index`. A slot has the bytes of a row."""
         self._files = files
         self._data, self._index = data, index
+        self._opened = [index, data]
         self._rows, self._pacer = rows, pacer
         self._slot_bytes: int = rows.shape[1]
 
@@ -119,14 +120,11 @@ class SlotCalls:
 
     def close(self) -> None:
         """Close the files, which releases the lock; a second call does nothing."""
-        # Forgotten before it is closed. After an interrupt, another file may have its number.
-        for name in ("_data", "_index"):
-            file = getattr(self, name)
-            setattr(self, name, -1)
+        self._data = self._index = -1
+        while self._opened:
             # A close that fails has closed the descriptor, too. A write that is lost is a miss.
-            if file >= 0:
-                with suppress(OSError):
-                    self._files.close(file)
+            with suppress(OSError):
+                close_last(self._files, self._opened)
 
     def _slots_per_call(self) -> int:
         """Return how many slots the next call may move."""

@@ -72,7 +72,8 @@ class SlotFile:
             raise ConfigError(f"path is {self.path!r}; pass the name of a file")
         for name in ("max_bytes", "max_in_flight_bytes", "max_quarantined_bytes"):
             parse_bytes(getattr(self, name), name=name)
-        if self.on_mismatch not in ("refuse", "reset"):  # a list has no hash
+        on_mismatch: object = self.on_mismatch
+        if not isinstance(on_mismatch, str) or on_mismatch not in {"refuse", "reset"}:
             raise ConfigError(
                 f"on_mismatch is {self.on_mismatch!r}; pass 'refuse', or 'reset' to empty the file"
             )
@@ -129,10 +130,10 @@ class SlotTier(Tier):
         arena.check_open()
         in_flight = parse_bytes(config.max_in_flight_bytes, name="max_in_flight_bytes")
         wanted = _wanted(config, arena, fingerprint, in_flight)
-        num_threads = min(config.num_threads, in_flight // wanted.slot_bytes)
+        num_threads = min(int(config.num_threads), in_flight // wanted.slot_bytes)
         lanes = Lanes(
             num_threads,
-            stuck_after_s=config.stuck_after_s,
+            stuck_after_s=float(config.stuck_after_s),
             max_quarantined_bytes=parse_bytes(config.max_quarantined_bytes),
             now=files.now,
         )
@@ -214,8 +215,9 @@ class SlotTier(Tier):
 
     def close(self) -> None:
         """Carry out every job, and close the file; see `Tier.close`."""
-        self._stop()
         self._store.close()
+        # Only now: if an interrupt cuts the close short, the finalizer goes on with it.
+        self._stop.detach()
 
     def _check_open(self) -> None:
         self._store.check_open()

@@ -212,6 +212,8 @@ class HostQueue:
 class QueuedMover(Mover):
     """A mover that has threads of its own."""
 
+    _is_closed: bool = False
+
     def _start(self, *queues: HostQueue) -> None:
         """Start the threads, and stop them when the mover is closed or goes.
 
@@ -231,11 +233,13 @@ class QueuedMover(Mover):
 
     def close(self) -> None:
         """End every job and join the threads; see `Mover.close`."""
-        self._stop()
+        self._is_closed = True
         _stop(self._queues)  # waits for the threads, even if another thread has called `close`
+        # Only now: if an interrupt cuts the close short, the finalizer goes on with it.
+        self._stop.detach()
 
     def _check_open(self) -> None:
-        if not self._stop.alive:
+        if self._is_closed or not self._stop.alive:
             raise StateError(f"this {type(self).__name__} is closed; build a new one")
 
 
