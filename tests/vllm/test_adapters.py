@@ -166,6 +166,17 @@ def test_an_adapter_in_the_users_home_is_on_this_machine(
     assert hit(server, at_home) == 0
 
 
+def test_a_link_to_nothing_beside_the_files_of_an_adapter_hides_no_change(
+    server: Server, local: Path
+) -> None:
+    """As a trainer leaves it that removes old checkpoints. vLLM loads the adapter all the same."""
+    (local / "last").symlink_to(local / "removed")
+    assert hit(server, adapter(local)) == 0
+    assert hit(server, adapter(local)) == NUM_HIT
+    replace(local)
+    assert hit(server, adapter(local)) == 0
+
+
 def test_an_adapter_of_another_revision_of_its_repository_takes_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

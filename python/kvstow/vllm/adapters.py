@@ -125,7 +125,7 @@ def _stamp(adapter: LoRARequest) -> _Stamp:
     path = adapter.lora_path
     try:
         with os.scandir(os.path.expanduser(path)) as entries:  # as vLLM looks for it
-            states = [(entry.name, os.stat(entry.path)) for entry in entries]
+            states = [(entry.name, _state(entry)) for entry in entries]
     except OSError:
         return None if adapter.load_inplace else (path, adapter.lora_int_id, _revision(path))
     files = (
@@ -133,6 +133,14 @@ def _stamp(adapter: LoRARequest) -> _Stamp:
         for name, state in states
     )
     return (path, *sorted(files))
+
+
+def _state(entry: os.DirEntry[str]) -> os.stat_result:
+    """Return the state of what an entry of a folder names, or of a link that names nothing."""
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
 
 
 def _revision(repository: str) -> str | None:
