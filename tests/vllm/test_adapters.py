@@ -199,6 +199,17 @@ def test_a_remote_adapter_that_was_loaded_again_takes_nothing(server: Server) ->
     assert hit(server, adapter(REMOTE)) == 0, "who knows which weights the host has now"
 
 
+@pytest.mark.parametrize("where", ["another hub", "another machine"])
+def test_an_adapter_of_which_this_machine_sees_no_change_takes_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It may fall out of vLLM's memory for adapters and be loaded again, under the same number."""
+    if where == "another hub":
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    path = REMOTE if where == "another hub" else tmp_path / "elsewhere"
+    assert hit(server, adapter(path)) == hit(server, adapter(path)) == 0
+
+
 def test_a_remote_adapter_that_was_loaded_in_place_takes_nothing(server: Server) -> None:
     """It may be loaded in place once more, and its requests do not show how often."""
     in_place = adapter(REMOTE, load_inplace=True)
