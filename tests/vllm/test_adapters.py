@@ -130,6 +130,16 @@ def test_an_adapter_takes_nothing_once_a_request_of_the_path_before_it_joins(
     assert hit(server, new) == 0
 
 
+def test_adapters_that_take_one_number_from_each_other_take_nothing(
+    server: Server, local: Path, tmp_path: Path
+) -> None:
+    """As with `remove_lora` and `add_lora`. The first may have run on with the second's weights."""
+    other = tmp_path / "second"
+    other.mkdir()
+    for path in local, other, local, other:
+        assert hit(server, adapter(path)) == 0
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_an_adapter_whose_files_changed_takes_nothing_until_a_reset(
     server: Server, local: Path, log: list[str], *, skips: bool

@@ -22,6 +22,8 @@ for adapters. How old KV could be served then, and what prevents it:
   others go on with these weights. It does so if that path was loaded in place too, or if the
   adapter has fallen out of its memory. So an adapter that comes while requests of another path
   live is not trusted, and the adapter before it is not trusted any more.
+- An adapter was removed, and another path got its number: requests of the first that run go on with
+  the weights of the second. So neither is trusted any more.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -100,9 +102,9 @@ class Adapters:
                 self._stamps[latest[0]] = None
             if _is_among_others(adapter, live):
                 self._stamps[hashed] = None
-        elif latest[0] != hashed:  # it waited while the other was loaded
+        elif latest[0] != hashed:  # it waited while the other was loaded, or took its number
             self._stamps[hashed] = None
-            if _is_among_others(adapter, live):
+            if not latest[1] or _is_among_others(adapter, live):
                 self._stamps[latest[0]] = None
 
     def forget(self) -> None:
