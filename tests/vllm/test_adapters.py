@@ -130,6 +130,16 @@ def test_an_adapter_takes_nothing_once_a_request_of_the_path_before_it_joins(
     assert hit(server, new) == 0
 
 
+def test_adapters_that_take_one_number_from_each_other_take_nothing(
+    server: Server, local: Path, tmp_path: Path
+) -> None:
+    """As with `remove_lora` and `add_lora`. The first may have run on with the second's weights."""
+    other = tmp_path / "second"
+    other.mkdir()
+    for path in local, other, local, other:
+        assert hit(server, adapter(path)) == 0
+
+
 @pytest.mark.parametrize("skips", [False, True])
 def test_an_adapter_whose_files_changed_takes_nothing_until_a_reset(
     server: Server, local: Path, log: list[str], *, skips: bool
@@ -166,6 +176,17 @@ def test_an_adapter_in_the_users_home_is_on_this_machine(
     assert hit(server, at_home) == 0
 
 
+def test_a_link_to_nothing_beside_the_files_of_an_adapter_hides_no_change(
+    server: Server, local: Path
+) -> None:
+    """As a trainer leaves it that removes old checkpoints. vLLM loads the adapter all the same."""
+    (local / "last").symlink_to(local / "removed")
+    assert hit(server, adapter(local)) == 0
+    assert hit(server, adapter(local)) == NUM_HIT
+    replace(local)
+    assert hit(server, adapter(local)) == 0
+
+
 def test_an_adapter_of_another_revision_of_its_repository_takes_nothing(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +207,17 @@ def test_a_remote_adapter_that_was_loaded_again_takes_nothing(server: Server) ->
     assert hit(server, adapter(REMOTE)) == NUM_HIT
     assert hit(server, adapter(REMOTE, number=2)) == 0
     assert hit(server, adapter(REMOTE)) == 0, "who knows which weights the host has now"
+
+
+@pytest.mark.parametrize("where", ["another hub", "another machine"])
+def test_an_adapter_of_which_this_machine_sees_no_change_takes_nothing(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """It may fall out of vLLM's memory for adapters and be loaded again, under the same number."""
+    if where == "another hub":
+        monkeypatch.setenv("VLLM_USE_MODELSCOPE", "1")
+    path = REMOTE if where == "another hub" else tmp_path / "elsewhere"
+    assert hit(server, adapter(path)) == hit(server, adapter(path)) == 0
 
 
 def test_a_remote_adapter_that_was_loaded_in_place_takes_nothing(server: Server) -> None:

@@ -89,7 +89,7 @@ def test_a_short_run_is_not_promoted(started: Started) -> None:
 
 def test_a_request_with_an_adapter_takes_nothing_from_the_disk(started: Started) -> None:
     """The hashes have the adapter's name and path, and its content may change between servers."""
-    adapter = LoRARequest("adapter", 1, "/adapters/one")
+    adapter = LoRARequest("adapter", 1, "someone/adapter")
     server = started()
     server.serve(server.begin("a", lora_request=adapter))
     server.forget()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 def test_two_lora_names_share_no_block() -> None:
     scheduler = Scheduler(FULL)
-    first, second = (LoRARequest(name, at, f"/{name}") for at, name in enumerate("ab", 1))
+    first, second = (LoRARequest(name, at, f"someone/{name}") for at, name in enumerate("ab", 1))
     scheduler.store_request("a", lora_request=first)
     assert scheduler.half.lookup(scheduler.request("b", 100, lora_request=second), 0) == 0
     assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 0

@@ -109,7 +109,7 @@ def test_a_request_with_an_adapter_takes_nothing_from_the_store(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hashes have the adapter's name and path, and its content may differ between servers."""
-    adapter = LoRARequest("adapter", 1, "/adapters/one")
+    adapter = LoRARequest("adapter", 1, "someone/adapter")
     a, b = started(), started()
     assert serve(a, "p", lora_request=adapter) == 0
     assert serve(b, "p", lora_request=adapter) == 0

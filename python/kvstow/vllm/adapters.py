@@ -10,7 +10,9 @@ for adapters. How old KV could be served then, and what prevents it:
   Lookups also come before vLLM loads another one, so their requests may take older blocks.
 - An adapter of which this machine has no files was loaded again: vLLM's server gives it another
   number, unless it was loaded in place, which the request says. In place it may happen again, and
-  no request shows it, so such an adapter is never trusted.
+  no request shows it, so such an adapter is never trusted. Nor is one in a folder of another
+  machine or from another hub, because vLLM loads it again under its number if it fell out of that
+  memory.
 - Another path was loaded in place: the requests that run keep the name and the path of before, and
   go on with the new weights. If the first path comes back, its blocks may be of those. So an
   adapter is not trusted any more once its number comes with another path. Its first load in place
@@ -20,6 +22,8 @@ for adapters. How old KV could be served then, and what prevents it:
   others go on with these weights. It does so if that path was loaded in place too, or if the
   adapter has fallen out of its memory. So an adapter that comes while requests of another path
   live is not trusted, and the adapter before it is not trusted any more.
+- An adapter was removed, and another path got its number: requests of the first that run go on with
+  the weights of the second. So neither is trusted any more.
 - The files were replaced after vLLM loaded them, and before the first request: then nobody
   notices. So a changed adapter should have a new path.
 
@@ -36,6 +40,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from vllm import envs
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 from vllm.v1.request import Request
@@ -97,9 +102,9 @@ class Adapters:
                 self._stamps[latest[0]] = None
             if _is_among_others(adapter, live):
                 self._stamps[hashed] = None
-        elif latest[0] != hashed:  # it waited while the other was loaded
+        elif latest[0] != hashed:  # it waited while the other was loaded, or took its number
             self._stamps[hashed] = None
-            if _is_among_others(adapter, live):
+            if not latest[1] or _is_among_others(adapter, live):
                 self._stamps[latest[0]] = None
 
     def forget(self) -> None:
@@ -125,14 +130,29 @@ def _stamp(adapter: LoRARequest) -> _Stamp:
     path = adapter.lora_path
     try:
         with os.scandir(os.path.expanduser(path)) as entries:  # as vLLM looks for it
-            states = [(entry.name, os.stat(entry.path)) for entry in entries]
+            states = [(entry.name, _state(entry)) for entry in entries]
     except OSError:
-        return None if adapter.load_inplace else (path, adapter.lora_int_id, _revision(path))
+        if adapter.load_inplace or not _is_on_hub(path):
+            return None
+        return (path, adapter.lora_int_id, _revision(path))
     files = (
         (name, state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns)
         for name, state in states
     )
     return (path, *sorted(files))
+
+
+def _state(entry: os.DirEntry[str]) -> os.stat_result:
+    """Return the state of what an entry of a folder names, or of a link that names nothing."""
+    try:
+        return entry.stat()
+    except OSError:
+        return entry.stat(follow_symlinks=False)
+
+
+def _is_on_hub(path: str) -> bool:
+    """Whether the path of an adapter that no folder has may name a repository of the hub."""
+    return not (os.path.isabs(os.path.expanduser(path)) or envs.VLLM_USE_MODELSCOPE)
 
 
 def _revision(repository: str) -> str | None:
