@@ -277,7 +277,7 @@ def test_reset_does_not_wait_for_a_sync_that_hangs(
 ) -> None:
     world, gate = make(), threading.Event()
     world.store(KEYS[:4])
-    monkeypatch.setattr(secondary_tier, "_RENEWAL_S", 0.05, raising=False)
+    monkeypatch.setattr("kvstow.vllm.secondary_file._RENEWAL_S", 0.05)
     monkeypatch.setattr(Files, "sync", lambda *_: gate.wait(LONG_S))
     reset = threading.Thread(target=world.change_weights, daemon=True)
     reset.start()

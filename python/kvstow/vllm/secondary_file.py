@@ -1,12 +1,19 @@
-"""The keys of a `KVStowDisk` in vLLM's flag. `kvstow doctor` checks them without vLLM."""
+"""The slot file of a `KVStowDisk`. `kvstow doctor` checks its keys in vLLM's flag without vLLM."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, Final
 
 from kvstow import ConfigError
 from kvstow.arguments import is_for_shell, is_path
-from kvstow.tiers import SlotFile
+from kvstow.tiers import SlotFile, SlotTier, TierTicket
+from kvstow.transfer import TransferTimeout
+
+logger = logging.getLogger("vllm." + __name__)
+
+# A sync that hangs must not hold up vLLM's scheduler for ever.
+_RENEWAL_S: Final = 10.0
 
 
 def secondary_file(  # noqa: PLR0913 - the keys of the user's configuration
@@ -44,3 +51,18 @@ def secondary_file(  # noqa: PLR0913 - the keys of the user's configuration
                 "that does not begin with ~ or $, because nothing replaces them here"
             )
     return SlotFile(path, max_bytes, on_mismatch=on_mismatch, num_threads=num_threads)
+
+
+def begin_renewal(tier: SlotTier) -> TierTicket:
+    """Drop all chunks of a file, and wait for a while. The ticket ends once that is durable."""
+    renewal = tier.renew()
+    try:
+        renewal.wait(_RENEWAL_S)
+    except TransferTimeout:
+        logger.warning(
+            "kvstow: %s has not dropped its chunks durably within %g s, and keeps no new ones "
+            "until it has; check the disk",
+            tier.path,
+            _RENEWAL_S,
+        )
+    return renewal

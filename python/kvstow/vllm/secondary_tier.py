@@ -55,10 +55,9 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvstow import TransferError
 from kvstow.tiers import SlotTier, TierBlocks, TierTicket
-from kvstow.transfer import TransferTimeout
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
-from kvstow.vllm.secondary_file import secondary_file
+from kvstow.vllm.secondary_file import begin_renewal, secondary_file
 from kvstow.vllm.secondary_identity import chunks_fingerprint
 from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
@@ -79,8 +78,6 @@ _KEEPS_NAMES: Final[dict[str, Any]] = (
 )
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
-# A sync that hangs must not hold up vLLM's scheduler for ever.
-_RENEWAL_S: Final = 10.0
 
 
 @dataclasses.dataclass(slots=True)
@@ -318,16 +315,7 @@ class KVStowDisk(SecondaryTierManager):
         self._publish(dropped, removed=True)
         for job in self._jobs:
             job.ticket = None
-        self._renewal = self.tier.renew()
-        try:
-            self._renewal.wait(_RENEWAL_S)
-        except TransferTimeout:
-            logger.warning(
-                "kvstow: %s has not dropped its chunks durably within %g s, and keeps no new ones "
-                "until it has; check the disk",
-                self.tier.path,
-                _RENEWAL_S,
-            )
+        self._renewal = begin_renewal(self.tier)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Return what was stored and dropped since the last call."""
