@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.forks import in_child
+from tests.interrupts import is_interrupted
 
 from kvstow import (
     AllBlocksCleared,
@@ -32,6 +33,7 @@ from kvstow import (
     cli,
     hash_tokens,
 )
+from kvstow.engine import event_log
 from kvstow.observability import events
 from kvstow.observability.events import EventFile, event_fields
 from kvstow.replay import BUNDLED_TRACE, ReplayConfig, ReplayEngine, read_trace
@@ -211,6 +213,30 @@ def test_an_engine_keeps_events_for_the_caller_only_on_request(tmp_path: Path) -
         kinds = [type(event) for event in kv.take_transfer_events()]
         assert kinds == [TransferInitiated, CacheStoreCommitted, TransferCompleted]
         assert (kv.take_events(), kv.take_transfer_events()) == ([], [])
+
+
+def test_interrupted_poll_loses_no_event(tmp_path: Path) -> None:
+    """Events may come twice then, and the last one about a block is still right."""
+    for line in range(1, 1000):
+        path = tmp_path / f"{line}.jsonl"
+        with engine(events=True, events_path=path) as kv:
+            kv.add("first", hash_tokens(DOCUMENT, BLOCK))
+            kv.admit("first", 16, 16, after=READY)
+            stored = kv.computed(["first"], [16], after=READY)
+            assert stored is not None
+            kv.end(stored)
+            interrupted = is_interrupted(kv.poll, line, event_log.__file__)
+            kv.poll()
+            kept = [event_fields(it) for it in (*kv.take_events(), *kv.take_transfer_events())]
+            for events_ in kept, lines(path):
+                assert {it["event"] for it in events_} == {
+                    "BlockStored", "TransferInitiated", "CacheStoreCommitted", "TransferCompleted",
+                }, f"line {line}"  # fmt: skip
+                media = {it["medium"] for it in events_ if it["event"] == "BlockStored"}
+                assert media == {"GPU", "CPU"}, f"line {line}"
+        if not interrupted:
+            break
+    assert line > 15
 
 
 # -- a file that cannot be written -------------------------------------------------------------

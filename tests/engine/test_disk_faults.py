@@ -134,3 +134,20 @@ def test_second_close_gives_up_the_file_that_an_interrupt_left_open(
     assert it.engine.stats()["demoted_bytes"] == demoted_bytes
     with world(tmp_path / "disk") as other:
         assert serve(other, "reader", DOCUMENT)
+
+
+def test_count_of_damaged_blocks_never_falls(tmp_path: Path) -> None:
+    """Else Prometheus takes the next wake for a restart and counts the damage twice."""
+    path = tmp_path / "disk"
+    with world(path) as it:
+        fall_off(it)
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+        assert not serve(it, "reader", DOCUMENT)
+        num_damaged = it.engine.stats()["disk_mismatched_blocks"]
+        assert num_damaged
+        it.engine.sleep(after=READY, preserve=False, to=tmp_path / "image", **WHO)
+        assert it.engine.stats()["disk_mismatched_blocks"] == num_damaged
+        it.engine.wake([BlockLayout.from_arrays([it.kv])], after=READY, **WHO)
+        assert it.engine.stats()["disk_mismatched_blocks"] == num_damaged
+    assert it.engine.stats()["disk_mismatched_blocks"] == num_damaged

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from tests.vllm.halves import BLOCK_SIZE, FULL, Scheduler, cache_config
+from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, Scheduler, cache_config
 
-from kvstow import BlockPool, FullAttention, OffloadScheduler
+from kvstow import (
+    BlockPool,
+    BlockRemoved,
+    BlockStored,
+    FullAttention,
+    OffloadScheduler,
+    TransferCompleted,
+    TransferInitiated,
+)
 from kvstow.vllm.events import HostEvents
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -49,3 +57,28 @@ def test_reset_names_the_blocks_of_each_tier() -> None:
     )
     assert {medium: len(names) for medium, names in blocks.items()} == {"CPU": 2, "STORAGE": 2}
     assert dropped == blocks
+
+
+def test_a_tier_that_is_turned_off_reports_that_its_blocks_are_gone() -> None:
+    """Else a router goes on to send requests to a server that recomputes them."""
+    scheduler = Scheduler(FULL, num_host_blocks=None)
+    scheduler.let_go_off()
+    half = scheduler.half
+    half.tier.events = True
+    half.create_tier(NUM_BLOCKS)
+    scheduler.store_request()
+    scheduler.begin_store(scheduler.request("b", 50, num_shared=0))
+    (stored,) = half.take_events()
+    assert isinstance(stored, BlockStored)
+    scheduler.step(reports=[(99, 0, "no number")])  # type: ignore[list-item]
+    assert half.tier.is_off
+    (removed,) = half.take_events()
+    assert isinstance(removed, BlockRemoved)
+    assert set(removed.block_hashes) == set(stored.block_hashes)
+    jobs = half.take_transfer_events()
+    begun, ended = (
+        [event.job_id for event in jobs if isinstance(event, kind)]
+        for kind in (TransferInitiated, TransferCompleted)
+    )
+    assert begun == ended and len(begun) == 2
+    assert not half.take_events() and not half.take_transfer_events()

@@ -102,6 +102,12 @@ class Both(Shared):
         if not self._is_renewing:
             self._checked_mode(self._slot_tiers)
 
+    def _tier_sums(self) -> Counter[str]:
+        sums, name = super()._tier_sums(), "disk_mismatched_blocks"
+        files = [tier.stats() for tier in self._slot_tiers]
+        sums[name] = self._sums[name] + sum(own.mismatched_blocks for own in files)
+        return sums
+
     def _shared_counts(self) -> Counter[str]:
         counts = self._shared_sums.copy()
         for own in (tier.stats() for tier in self._shared_tiers):
@@ -112,11 +118,9 @@ class Both(Shared):
 
     def stats(self, scheduler: OffloadScheduler) -> dict[str, float]:
         """Return what `Disk.stats` does, and what the store's client and the asker have counted."""
-        files = [tier.stats() for tier in self._slot_tiers]
         file_mode = least_mode(tier.mode for tier in self._slot_tiers)
         return {
             **Disk.stats(self, scheduler),
-            "disk_mismatched_blocks": sum(own.mismatched_blocks for own in files),
             "disk_mode": MODES.index(least_mode([self._mode, file_mode])),
             "shared_mode": MODES.index(self._mode),
             **self._shared_counts(),

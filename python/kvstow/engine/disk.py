@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -103,7 +104,8 @@ class Disk(Closing):
         self._renewals: list[TierTicket] = []
         self._mode: Mode = "off"
         self._warned: set[Mode] = set()
-        self._sums = dict.fromkeys(("demoted_bytes", "promoted_bytes"), 0)
+        # What the tiers had done when they were closed.
+        self._sums = Counter(demoted_bytes=0, promoted_bytes=0, disk_mismatched_blocks=0)
 
     def below(self, blueprint: Blueprint) -> Blueprint:
         """Return a blueprint whose scheduler has this tier below the host."""
@@ -201,7 +203,7 @@ class Disk(Closing):
     def _let_go(self) -> None:
         """Keep only the figures of the tiers. After an interrupt, `close` needs the tiers again."""
         if all(runner.is_closed for runner in self._runners):
-            self._sums, self._runners = self._byte_sums(), []
+            self._sums, self._runners = self._tier_sums(), []
 
     # -- jobs ----------------------------------------------------------------------------------
 
@@ -430,16 +432,16 @@ class Disk(Closing):
         return {
             **scheduler.disk_stats(),
             **self._counts.stats(),
-            **self._byte_sums(),
+            **self._tier_sums(),
             "disk_capacity_blocks": self.num_blocks,
-            "disk_mismatched_blocks": sum(own.mismatched_blocks for own in tiers),
             "disk_quarantined_bytes": sum(own.quarantined_bytes for own in tiers),
             "disk_mode": MODES.index(self._mode),
         }
 
-    def _byte_sums(self) -> dict[str, int]:
-        tiers = [tier.stats() for tier in self._tiers]
-        return {
-            "demoted_bytes": self._sums["demoted_bytes"] + sum(own.put_bytes for own in tiers),
-            "promoted_bytes": self._sums["promoted_bytes"] + sum(own.got_bytes for own in tiers),
-        }
+    def _tier_sums(self) -> Counter[str]:
+        sums = self._sums.copy()
+        for own in (tier.stats() for tier in self._tiers):
+            sums["demoted_bytes"] += own.put_bytes
+            sums["promoted_bytes"] += own.got_bytes
+            sums["disk_mismatched_blocks"] += own.mismatched_blocks
+        return sums

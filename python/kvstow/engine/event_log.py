@@ -52,16 +52,21 @@ class EventLog(Closing):
         # They are taken before the clock is read, so an error of the clock cannot lose them.
         self._unwritten += state.pool.take_events()
         self._unwritten += state.scheduler.take_events()
-        below = state.scheduler.take_disk_events()
-        self._unwritten += [] if state.blueprint.is_shared else below
+        if state.blueprint.is_shared:
+            state.scheduler.take_disk_events()  # of blocks that are not this engine's
+        else:
+            self._unwritten += state.scheduler.take_disk_events()
         self._unwritten += state.scheduler.take_transfer_events()
         if self.file is not None:
             self.file.write(self._unwritten)
-        events, self._unwritten = self._unwritten, []
         if self._keeps:
-            self._keep(self._block_events, [it for it in events if isinstance(it, BlockEvent)])
-            jobs = [it for it in events if isinstance(it, TransferEvent)]
+            blocks = [it for it in self._unwritten if isinstance(it, BlockEvent)]
+            jobs = [it for it in self._unwritten if isinstance(it, TransferEvent)]
+            self._keep(self._block_events, blocks)
             self._keep(self._transfer_events, jobs)
+        # This comes last. An interrupt may repeat events, but it must not lose any: a reader that
+        # misses a removal takes the block for cached from then on.
+        self._unwritten = []
 
     def _keep(self, kept: deque[_Event], events: list[_Event]) -> None:
         """Keep events, and the newest ones only of too many."""

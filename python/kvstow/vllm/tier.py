@@ -16,6 +16,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,6 +83,9 @@ class HostTier:
     _capacities: dict[int, int] = field(default_factory=dict)
     _wait_until: float | None = None
     _has_warned: bool = False
+    # What a tier that was turned off has still to report.
+    _last_events: Sequence[BlockEvent] = ()
+    _last_transfer_events: Sequence[TransferEvent] = ()
 
     def __post_init__(self) -> None:
         options, parts = self.options, (self.options, self.world_size, self.clock)
@@ -198,11 +202,21 @@ class HostTier:
         return max(1, self.model.num_blocks * 3 // 4) if given is None else given
 
     def turn_off(self) -> None:
-        """Give the tier up for good."""
+        """Give the tier up for good. Its last events report that its blocks are gone."""
         self.off_until = self.deadline()
+        with suppress(Exception):  # the accounting may be what is broken
+            self._empty()
         below, self.offload, self.lazy, self.below = self.below, None, None, None
         if below is not None:
             below.close()
+
+    def _empty(self) -> None:
+        """End all jobs and drop all blocks, and keep the events of that."""
+        if self.offload is not None and self.events:
+            self.offload.end_all()
+            self.offload.reset()
+            self._last_transfer_events = self.take_transfer_events()
+            self._last_events = self.take_events()
 
     def deadline(self) -> float:
         """Return the time by which a job that begins now must have ended."""
@@ -222,7 +236,8 @@ class HostTier:
     def take_events(self) -> Sequence[BlockEvent]:
         """Return the events of the tier's blocks since the last call."""
         if self.offload is None:
-            return []
+            last, self._last_events = self._last_events, ()
+            return last
         events: list[BlockEvent] = self.offload.take_events()
         if self.below is not None:
             events += self.below.take_events()
@@ -230,7 +245,10 @@ class HostTier:
 
     def take_transfer_events(self) -> Sequence[TransferEvent]:
         """Return the events of jobs since the last call."""
-        return [] if self.offload is None else self.offload.take_transfer_events()
+        if self.offload is None:
+            last, self._last_transfer_events = self._last_transfer_events, ()
+            return last
+        return self.offload.take_transfer_events()
 
     def end_all(self) -> None:
         """End all jobs, because workers report no more."""
