@@ -123,6 +123,19 @@ def test_closed_tier_that_its_user_drops_runs_nothing_more(arena: HostArena) -> 
     assert dropped() is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tier_that_its_user_drops_before_a_job_goes_with_its_arena(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: object)
+    before, arena = threading.active_count(), new_arena()
+    freed, tier = weakref.ref(arena), KINDS[kind](arena)
+    assert threading.active_count() > before
+    del tier, arena
+    wait_until(lambda: has_freed(freed), "a thread keeps the tier")
+    wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
 def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
     before, arena = threading.active_count(), new_arena()
     freed, tier = weakref.ref(arena), KINDS["resp"](arena)

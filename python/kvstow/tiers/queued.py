@@ -9,8 +9,8 @@ Puts have threads of their own, so that no request waits for them. A thread take
 job. So an interrupted caller can take back the parts that no thread has, and the job still ends.
 
 A thread that waits knows only its queue and its worker. So a tier that its user drops goes, with
-its host memory. One on Mooncake stays until it is closed: its workers have it, because Mooncake has
-registered that memory.
+its host memory. One on Mooncake stays after its first job until it is closed: its workers have it,
+because Mooncake has registered that memory.
 """
 
 from __future__ import annotations
