@@ -19,7 +19,7 @@ from tests.tiers.setup import LONG_S, new_arena, open_file, wait_until
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
-from kvstow.tiers import TierBlocks, queued
+from kvstow.tiers import TierBlocks, TierTicket, queued
 from kvstow.tiers.asking import Asker
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.queued import Job, QueuedTier
@@ -144,6 +144,28 @@ def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
     del tier, arena
     wait_until(lambda: has_freed(freed), "a thread keeps the tier")
     wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+@pytest.mark.parametrize("operation", ["put", "get"])
+def test_job_that_begins_while_another_thread_closes_the_tier_ends(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, operation: str, num_blocks: int
+) -> None:
+    class Closes(TierTicket):
+        def announce(self) -> None:
+            super().announce()
+            closer = threading.Thread(target=tier.close)
+            closer.start()
+            closer.join()
+
+    tier = Kept(arena)
+    monkeypatch.setattr(queued, "TierTicket", Closes)
+    slots = list(range(num_blocks))
+    blocks = TierBlocks([bytes([at]) for at in slots], [0] * num_blocks)
+    ticket = getattr(tier, operation)(blocks, slots)
+    assert ticket.has_ended, "its host slots stay in use for ever"
+    assert not ticket.ok.any()
+    assert not num_blocks or "closed" in str(ticket.error)
 
 
 def test_job_that_has_ended_is_forgotten(arena: HostArena) -> None:
