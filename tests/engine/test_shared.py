@@ -366,6 +366,9 @@ def test_options_that_do_not_fit_are_refused(server: Server, tmp_path: Path) -> 
         options(index_blocks=0)
     with pytest.raises(ConfigError, match="identity is ''"):
         options(identity="")
+    for wrong in (0, -1.0, float("nan"), float("inf"), "1", None):
+        with pytest.raises(ConfigError, match=f"ask_timeout_s is {wrong!r}"):
+            options(ask_timeout_s=wrong)
 
 
 def test_an_engine_that_slept_in_a_file_asks_again(server: Server, tmp_path: Path) -> None:

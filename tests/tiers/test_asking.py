@@ -503,6 +503,20 @@ def test_a_closed_asker_takes_no_question(clock: Clock) -> None:
         asker.ask([key(1)])
 
 
+def test_asker_whose_close_is_interrupted_is_closed_by_the_next_one() -> None:
+    before, line, is_cut_short = threading.active_count(), 0, True
+    while is_cut_short:
+        line += 1
+        store = Simulated({key(1)})
+        asker = Asker(lambda store=store: store, clock=Clock())  # type: ignore[misc]
+        assert answer(asker.ask([key(1)])) == [True]
+        is_cut_short = is_interrupted(asker.close, line, str(asking.__file__), skipped=("with ",))
+        asker.close()
+        assert store.is_closed, f"line {line}: the store stays open"
+        assert threading.active_count() == before, f"line {line}: a thread is left"
+    assert line > 5, "some lines were interrupted"
+
+
 @pytest.mark.parametrize("name", ["wait_s", "call_s", "keep_s", "max_cached_keys"])
 def test_a_wrong_option_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is 0"):

@@ -19,7 +19,7 @@ from tests.tiers.setup import LONG_S, new_arena, open_file, wait_until
 from tests.tiers.test_runner import WITHOUT_SIGNALS, Kept, KeptWorker
 
 from kvstow import StateError
-from kvstow.tiers import TierBlocks, queued
+from kvstow.tiers import TierBlocks, TierTicket, mooncake, mooncake_watch, queued
 from kvstow.tiers.asking import Asker
 from kvstow.tiers.mooncake import MooncakeTier
 from kvstow.tiers.queued import Job, QueuedTier
@@ -96,13 +96,21 @@ def test_child_waits_for_no_lock_of_a_thread_that_it_has_not(
             may_end.set()
 
 
-def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> None:
+@pytest.mark.parametrize("kind", ["kept", *KINDS])
+def test_tier_whose_start_is_interrupted_leaves_no_thread(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: object)
     before, line, is_cut_short = threading.active_count(), 0, True
+    files = (str(queued.__file__), str(mooncake.__file__), str(mooncake_watch.__file__))
     while is_cut_short:
         line += 1
-        opened: list[Kept] = []
+        opened: list[QueuedTier] = []
         is_cut_short = is_interrupted(
-            partial(_open, arena, opened), line, str(queued.__file__), skipped=WITHOUT_SIGNALS
+            partial(_open, KINDS.get(kind, Kept), arena, opened),
+            line,
+            files,
+            skipped=WITHOUT_SIGNALS,
         )
         for tier in opened:
             tier.close()
@@ -110,8 +118,10 @@ def test_tier_whose_start_is_interrupted_leaves_no_thread(arena: HostArena) -> N
     assert line > 40, "some lines were interrupted"
 
 
-def _open(arena: HostArena, opened: list[Kept]) -> None:
-    opened.append(Kept(arena))
+def _open(
+    build: Callable[[HostArena], QueuedTier], arena: HostArena, opened: list[QueuedTier]
+) -> None:
+    opened.append(build(arena))
 
 
 def test_closed_tier_that_its_user_drops_runs_nothing_more(arena: HostArena) -> None:
@@ -123,6 +133,19 @@ def test_closed_tier_that_its_user_drops_runs_nothing_more(arena: HostArena) -> 
     assert dropped() is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_tier_that_its_user_drops_before_a_job_goes_with_its_arena(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: object)
+    before, arena = threading.active_count(), new_arena()
+    freed, tier = weakref.ref(arena), KINDS[kind](arena)
+    assert threading.active_count() > before
+    del tier, arena
+    wait_until(lambda: has_freed(freed), "a thread keeps the tier")
+    wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
 def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
     before, arena = threading.active_count(), new_arena()
     freed, tier = weakref.ref(arena), KINDS["resp"](arena)
@@ -131,6 +154,28 @@ def test_tier_that_its_user_drops_after_a_job_goes_with_its_arena() -> None:
     del tier, arena
     wait_until(lambda: has_freed(freed), "a thread keeps the tier")
     wait_until(lambda: threading.active_count() == before, "a thread is left")
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+@pytest.mark.parametrize("operation", ["put", "get"])
+def test_job_that_begins_while_another_thread_closes_the_tier_ends(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, operation: str, num_blocks: int
+) -> None:
+    class Closes(TierTicket):
+        def announce(self) -> None:
+            super().announce()
+            closer = threading.Thread(target=tier.close)
+            closer.start()
+            closer.join()
+
+    tier = Kept(arena)
+    monkeypatch.setattr(queued, "TierTicket", Closes)
+    slots = list(range(num_blocks))
+    blocks = TierBlocks([bytes([at]) for at in slots], [0] * num_blocks)
+    ticket = getattr(tier, operation)(blocks, slots)
+    assert ticket.has_ended, "its host slots stay in use for ever"
+    assert not ticket.ok.any()
+    assert not num_blocks or "closed" in str(ticket.error)
 
 
 def test_job_that_has_ended_is_forgotten(arena: HostArena) -> None:

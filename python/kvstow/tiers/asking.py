@@ -284,14 +284,18 @@ class Asker(Closing):
             self._under_way.clear()
 
     def close(self) -> None:
-        """Stop the thread. Questions without an answer find nothing."""
-        if self._is_forked or self._is_closed:
+        """Stop the thread. Questions without an answer find nothing.
+
+        After an interrupt, call it again.
+        """
+        if self._is_forked:
             return
         self._is_closed = True
         self.reset()
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join(2 * self._call_s)
+            self._thread = None  # a thread that hangs is waited for once
 
     def close_in_child(self) -> None:
         """Become unusable in a forked child, which has no such thread."""

@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -145,6 +146,8 @@ class MooncakeTier(QueuedTier):
         self.links: Final = Links(self._connect)
         self.breaker: Final = Breaker()
         self.watch: Final = CallWatch()
+        self._drop_watch = weakref.finalize(self, self.watch.let_end)
+        self._drop_watch.atexit = False
         self.start()
 
     def _start_threads(self) -> None:
@@ -157,6 +160,7 @@ class MooncakeTier(QueuedTier):
             return
         self.watch.close()
         super().close()
+        self._drop_watch.detach()
         if not any(thread.is_alive() for thread in self._threads):
             self.links.close()
         if self._giver is not None:
@@ -190,7 +194,9 @@ class _Calls:
     """
 
     def __init__(self, tier: MooncakeTier) -> None:
-        self._tier = tier
+        # Until its first job, a thread keeps no tier that its user drops.
+        self._tier: MooncakeTier = weakref.proxy(tier)
+        self._kept: QueuedTier | None = None
         self._link: Link | None = None
         self._is_spent = False
 
@@ -219,6 +225,7 @@ class _Calls:
     def carry_out(self, job: Job, part: range) -> None:
         """Ask the store for a part of a job."""
         tier, begin_s = self._tier, time.monotonic()
+        self._kept = job.tier  # Mooncake has its memory from now on
         breaker = tier.breaker
         if job.operation in ("get", "put"):
             tier.watch.refuse_beside_late()

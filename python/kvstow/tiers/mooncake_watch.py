@@ -89,6 +89,10 @@ class CallWatch:
         if self._thread.is_alive():  # not if the system did not start it
             self._thread.join()
 
+    def let_end(self) -> None:
+        """Let the thread end soon. Takes no lock, because a finalizer may call it anywhere."""
+        self._is_closed = True
+
     def soon(self, start: Callable[[], None]) -> bool:
         """Let the watch's thread call `start`, which starts a thread; return False if it is closed.
 

@@ -9,8 +9,8 @@ Puts have threads of their own, so that no request waits for them. A thread take
 job. So an interrupted caller can take back the parts that no thread has, and the job still ends.
 
 A thread that waits knows only its queue and its worker. So a tier that its user drops goes, with
-its host memory. One on Mooncake stays until it is closed: its workers have it, because Mooncake has
-registered that memory.
+its host memory. One on Mooncake stays after its first job until it is closed: its workers have it,
+because Mooncake has registered that memory.
 """
 
 from __future__ import annotations
@@ -266,21 +266,24 @@ class QueuedTier(SharedTier):
                     self._num_queued += job.num_left
             for _ in parts:
                 queue.put(job)
+            if self._is_closed:  # by another thread meanwhile, so perhaps no thread takes the job
+                self._take_back(ticket, job)
         except BaseException:  # an interrupt, at any line: take back what no thread has begun
             self._take_back(ticket, job)
             raise
         return ticket
 
     def _take_back(self, ticket: TierTicket, job: Job | None) -> None:
-        """End what no thread has begun of a job whose begin was interrupted."""
+        """End what no thread has begun of a job whose begin was interrupted, or came too late."""
         if job is None or not len(job.blocks):
             ticket.end()
             return
         with self._lock:
             self._num_queued = sum(queued.num_left for queued in self._queued)
+        why = "the tier was closed" if self._is_closed else "the call was interrupted"
         with suppress(IndexError):
             while True:
-                self._end_part(job, job.parts.pop(), TransferError("the call was interrupted"))
+                self._end_part(job, job.parts.pop(), TransferError(why))
 
     def close(self) -> None:
         """Carry out every job, each up to its deadline, and stop.
