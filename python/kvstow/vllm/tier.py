@@ -204,11 +204,13 @@ class HostTier:
     def turn_off(self) -> None:
         """Give the tier up for good. Its last events report that its blocks are gone."""
         self.off_until = self.deadline()
-        with suppress(Exception):  # the accounting may be what is broken
-            self._empty()
-        below, self.offload, self.lazy, self.below = self.below, None, None, None
-        if below is not None:
-            below.close()
+        try:
+            with suppress(Exception):  # the accounting may be what is broken
+                self._empty()
+        finally:
+            below, self.offload, self.lazy, self.below = self.below, None, None, None
+            if below is not None:
+                below.close()
 
     def _empty(self) -> None:
         """End all jobs and drop all blocks, and keep the events of that."""
