@@ -98,6 +98,19 @@ def test_free_memory_is_that_of_the_tightest_group_above_the_process(tmp_path: P
     assert machine.free() == 1 * GIB
 
 
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [(6 * GIB, 3 * GIB), ("max", 6 * GIB), (20 * GIB, 6 * GIB), (2 * GIB, 0)],
+)
+def test_group_that_is_slowed_down_below_its_limit_has_less_free(
+    tmp_path: Path, high: int | str, expected: int
+) -> None:
+    machine = Machine(tmp_path, cgroup="0::/engine\n")
+    machine.group("engine", 9 * GIB, 4 * GIB, {"inactive_file": 1 * GIB})
+    (tmp_path / "sys/fs/cgroup/engine/memory.high").write_text(f"{high}\n")
+    assert machine.free() == expected
+
+
 @pytest.mark.parametrize("path", ["/docker/4f2a", "/../../elsewhere"])
 def test_path_that_the_container_cannot_see_counts_as_its_own_group(
     tmp_path: Path, path: str

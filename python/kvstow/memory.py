@@ -60,6 +60,8 @@ def free_memory(root: Path = _ROOT) -> int | None:
             free
             for limit, usage, caches in (
                 ("memory.max", "memory.current", ("active_file", "inactive_file")),
+                # Above this one, the system slows the group down almost to a standstill.
+                ("memory.high", "memory.current", ("active_file", "inactive_file")),
                 (
                     "memory.limit_in_bytes",
                     "memory.usage_in_bytes",
