@@ -128,6 +128,15 @@ def test_groups_of_version_1_limit_free_memory_too(tmp_path: Path) -> None:
     assert machine.free() == 4 * GIB
 
 
+@pytest.mark.parametrize("limit", [NO_LIMIT_V1, 2**63 - 1, 2**63 - 2**16])
+def test_group_of_version_1_without_a_limit_has_no_figure(tmp_path: Path, limit: int) -> None:
+    machine = Machine(tmp_path, cgroup="4:memory:/\n")
+    machine.old_group("", limit, 3 * GIB, {})
+    assert machine.free() == 100 * GIB
+    (tmp_path / "proc/meminfo").unlink()
+    assert machine.free() is None
+
+
 def test_groups_of_version_2_may_be_mounted_beside_those_of_version_1(tmp_path: Path) -> None:
     machine = Machine(tmp_path, cgroup="4:memory:/\n0::/a\n")
     machine.group("unified/a", 3 * GIB, 1 * GIB, {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstow._core import ConfigError
 
 _ROOT = Path("/")
+_NO_LIMIT = 1 << 62  # In version 1, "no limit" is a number of this size.
 
 
 def check_memory(
@@ -111,6 +112,8 @@ def _left_of(limit: Path, usage: Path, stat: Path, caches: tuple[str, str]) -> i
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(usage.read_text())  # "max": no limit
     except (OSError, ValueError):
+        return None
+    if limit_bytes >= _NO_LIMIT:
         return None
     try:
         lines = stat.read_text(encoding="ascii").splitlines()
