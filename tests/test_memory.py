@@ -46,6 +46,20 @@ class Machine:
         self._write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
         self._write(f"{folder}/memory.stat", _lines(stat))
 
+    def node(self, node: int, free: int, cached: int = 0, total: int = 60 * GIB) -> None:
+        """Add a memory node."""
+        figures = {"MemTotal": total, "MemFree": free, "Active": cached + 2 * GIB}
+        figures |= {"Active(file)": cached // 2, "Inactive(file)": cached // 2}
+        lines = "".join(f"Node {node} {name}: {it // 1024} kB\n" for name, it in figures.items())
+        lines += f"Node {node} HugePages_Total: 0\n"
+        self._write(f"sys/devices/system/node/node{node}/meminfo", lines)
+
+    def allow(self, nodes: str) -> None:
+        """Let the process use these memory nodes, as `docker run --cpuset-mems` does."""
+        self._write(
+            "proc/self/status", f"Name: a:b\nMems_allowed:\tf\nMems_allowed_list:\t{nodes}\n"
+        )
+
     def free(self) -> int | None:
         return free_memory(self.root)
 
@@ -56,6 +70,31 @@ def _lines(stat: Mapping[str, int]) -> str:
 
 def test_machine_without_limits_has_what_is_available(tmp_path: Path) -> None:
     assert Machine(tmp_path, available=7 * GIB).free() == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("0", 9 * GIB),
+        ("1", 20 * GIB),
+        ("0,10", 14 * GIB),
+        ("0-1", 29 * GIB),
+        ("0-1,10", 100 * GIB),  # all that have memory
+        ("", 100 * GIB),
+        ("0-7", 100 * GIB),
+        ("5", 100 * GIB),  # which the folder does not have
+    ],
+)
+def test_nodes_that_the_process_may_not_use_have_no_memory_for_it(
+    tmp_path: Path, nodes: str, expected: int
+) -> None:
+    machine = Machine(tmp_path)
+    machine.allow(nodes)
+    machine.node(0, 5 * GIB, 4 * GIB)
+    machine.node(1, 20 * GIB)
+    machine.node(2, 0, total=0)
+    machine.node(10, 5 * GIB)
+    assert machine.free() == expected
 
 
 def test_files_in_the_page_cache_do_not_count_as_used(tmp_path: Path) -> None:

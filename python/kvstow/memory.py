@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvstow._core import ConfigError
@@ -46,16 +47,15 @@ def free_memory(root: Path = _ROOT) -> int | None:
         root: the folder that has `proc` and `sys`.
 
     Returns:
-        The least of two figures: what the system has available, and what a control group of this
-        process or an ancestor of it may still use. None if the system reports neither.
+        The least of three figures: what the system has available, what the memory nodes have that
+        this process may use, and what a control group of this process or an ancestor of it may
+        still use. None if the system reports none of them.
     """
     left = []
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = dict(line.split(":", 1) for line in lines)
-        left.append(int(values["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
+    with suppress(OSError, LookupError, ValueError):
+        left.append(_kib_in(root / "proc/meminfo")["MemAvailable"] * 1024)
+    with suppress(OSError, LookupError, ValueError):
+        left.append(_free_on_nodes(root))
     for group in _control_groups(root):
         left += [
             free
@@ -73,6 +73,36 @@ def free_memory(root: Path = _ROOT) -> int | None:
             is not None
         ]
     return min(left, default=None)
+
+
+def _kib_in(file: Path) -> dict[str, int]:
+    """Return the figures of a `meminfo`, of the machine or of a node."""
+    lines = file.read_text(encoding="ascii").splitlines()
+    named = [line.rpartition(":") for line in lines]
+    return {name.split()[-1]: int(figure.split()[0]) for name, _, figure in named}
+
+
+def _free_on_nodes(root: Path) -> int:
+    """Return what the nodes have left that this process may use, if it may not use all nodes.
+
+    The system ends a process that needs more (`--cpuset-mems` of a container), though other nodes
+    have memory. It drops cached files first, as in a group.
+
+    Raises:
+        KeyError: the process may use all nodes.
+    """
+    status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
+    lines = dict(line.partition(":")[::2] for line in status.splitlines())
+    allowed: set[int] = set()
+    for part in lines["Mems_allowed_list"].split(","):
+        first, _, last = part.strip().partition("-")
+        allowed |= {*range(int(first), int(last or first) + 1)}
+    files = root.glob("sys/devices/system/node/node[0-9]*/meminfo")
+    nodes = {int(file.parent.name[4:]): _kib_in(file) for file in files}
+    if {node for node, has in nodes.items() if has["MemTotal"]} <= allowed:
+        raise KeyError("the figure of the machine says it")
+    names = ("MemFree", "Active(file)", "Inactive(file)")
+    return 1024 * sum(nodes[node][name] for node in allowed for name in names)
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
