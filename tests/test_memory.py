@@ -159,6 +159,13 @@ def test_path_that_the_container_cannot_see_counts_as_its_own_group(
     assert machine.free() == 6 * GIB
 
 
+def test_group_whose_folder_cannot_be_opened_has_no_limit(tmp_path: Path) -> None:
+    # A name that no system takes, because root may open every folder.
+    machine = Machine(tmp_path, cgroup=f"0::/{'x' * 300}/a\n")
+    machine.group("", 10 * GIB, 4 * GIB, {})
+    assert machine.free() == 6 * GIB
+
+
 def test_groups_of_version_1_limit_free_memory_too(tmp_path: Path) -> None:
     machine = Machine(tmp_path, cgroup="9:name=systemd:/\n4:cpu,memory:/docker/a\n0::/\n")
     stat = {"inactive_file": 0, "total_inactive_file": 2 * GIB, "total_active_file": 1 * GIB}

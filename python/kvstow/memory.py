@@ -128,7 +128,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
         for folder in folders:
             group = Path(path.lstrip("/"))
             for ancestor in (group, *group.parents):
-                if ".." not in ancestor.parts and (folder / ancestor).is_dir():
+                if ".." not in ancestor.parts:
                     yield folder / ancestor
 
 
