@@ -225,6 +225,12 @@ def test_the_most_gib_in_the_message_fit() -> None:
         check_memory(2000, 1 << 20, lower="num_cpu_blocks", free=1279 << 20)
 
 
+@pytest.mark.parametrize("free", [0, GIB - 1, 4 * GIB - 1])
+def test_memory_without_room_for_a_block_has_another_way_out_than_0_blocks(free: int) -> None:
+    with pytest.raises(ConfigError, match=r"; not even one fits, so end what takes the memory, or"):
+        check_memory(1, GIB, lower="num_cpu_blocks", free=free, num_ranks=4)
+
+
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_engine_refuses_memory_that_the_machine_does_not_have(
     monkeypatch: pytest.MonkeyPatch, world_size: int

@@ -33,10 +33,12 @@ def check_memory(
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     most = free // (block_bytes * num_ranks)
     most_gib = most * block_bytes * 10 // 2**30 / 10  # rounded down, so that it fits
+    fix = f"lower {lower}, to at most {most} blocks ({most_gib} GiB){each}"
+    if most == 0:
+        fix = "not even one fits, so end what takes the memory, or raise the container's limit"
     raise ConfigError(
         f"{num_blocks} host blocks of {block_bytes} bytes are {num_bytes / 2**30:.1f} GiB{each}, "
-        f"and {free / 2**30:.1f} GiB of memory are free on this machine; lower {lower}, to at most "
-        f"{most} blocks ({most_gib} GiB){each}"
+        f"and {free / 2**30:.1f} GiB of memory are free on this machine; {fix}"
     )
 
 
