@@ -73,6 +73,20 @@ def test_machine_without_limits_has_what_is_available(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "committed", "expected"),
+    [("0", 5, 100 * GIB), ("1", 5, 100 * GIB), ("2", 5, 7 * GIB), ("2", 13, 0), ("", 5, 100 * GIB)],
+)
+def test_system_that_promises_no_more_than_it_has_has_the_rest_free(
+    tmp_path: Path, mode: str, committed: int, expected: int
+) -> None:
+    machine = Machine(tmp_path)
+    machine._write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    with (tmp_path / "proc/meminfo").open("a") as file:
+        file.write(f"CommitLimit: {12 << 20} kB\nCommitted_AS: {committed << 20} kB\n")
+    assert machine.free() == expected
+
+
+@pytest.mark.parametrize(
     ("nodes", "expected"),
     [
         ("0", 9 * GIB),

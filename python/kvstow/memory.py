@@ -9,6 +9,9 @@ from pathlib import Path
 from kvstow._core import ConfigError
 
 _ROOT = Path("/")
+# The mode in which the system promises no more memory than it has. It ends a process that writes to
+# memory shared with others beyond that (SIGBUS).
+_STRICT = 2
 _NO_LIMIT = 1 << 62  # In version 1, "no limit" is a number of this size.
 
 
@@ -49,15 +52,20 @@ def free_memory(root: Path = _ROOT) -> int | None:
         root: the folder that has `proc` and `sys`.
 
     Returns:
-        The least of three figures: what the system has available, what the memory nodes have that
-        this process may use, and what a control group of this process or an ancestor of it may
-        still use. None if the system reports none of them.
+        The least of four figures: what the system has available, what the memory nodes have that
+        this process may use, what the system still promises if it counts promises, and what a
+        control group of this process or an ancestor of it may still use. None if the system reports
+        none of them.
     """
     left = []
     with suppress(OSError, LookupError, ValueError):
         left.append(_kib_in(root / "proc/meminfo")["MemAvailable"] * 1024)
     with suppress(OSError, LookupError, ValueError):
         left.append(_free_on_nodes(root))
+    with suppress(OSError, LookupError, ValueError):
+        if int((root / "proc/sys/vm/overcommit_memory").read_text()) == _STRICT:
+            values = _kib_in(root / "proc/meminfo")
+            left.append(1024 * max(0, values["CommitLimit"] - values["Committed_AS"]))
     for group in _control_groups(root):
         left += [
             free
