@@ -223,6 +223,10 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
         (FLAG | {"kv_connector_extra_config": {"cpu_bytes_to_use": "2TiB", "observe": True}}, []),
         (FLAG | {"kv_connector_extra_config": {"num_cpu_blocks": 1 << 20}}, []),
         (
+            FLAG | {"kv_connector_extra_config": {"num_cpu_blocks": 1 << 31}},
+            ["kv_connector_extra_config.num_cpu_blocks is 2147483648, and it must be a whole num"],
+        ),
+        (
             FLAG | {"cpu_bytes_to_use": 1},
             ["cpu_bytes_to_use is an option of kvstow, and it is outside of kv_connector_extra"],
         ),

@@ -46,6 +46,20 @@ class Machine:
         self._write(f"{folder}/memory.usage_in_bytes", f"{used}\n")
         self._write(f"{folder}/memory.stat", _lines(stat))
 
+    def node(self, node: int, free: int, cached: int = 0, total: int = 60 * GIB) -> None:
+        """Add a memory node."""
+        figures = {"MemTotal": total, "MemFree": free, "Active": cached + 2 * GIB}
+        figures |= {"Active(file)": cached // 2, "Inactive(file)": cached // 2}
+        lines = "".join(f"Node {node} {name}: {it // 1024} kB\n" for name, it in figures.items())
+        lines += f"Node {node} HugePages_Total: 0\n"
+        self._write(f"sys/devices/system/node/node{node}/meminfo", lines)
+
+    def allow(self, nodes: str) -> None:
+        """Let the process use these memory nodes, as `docker run --cpuset-mems` does."""
+        self._write(
+            "proc/self/status", f"Name: a:b\nMems_allowed:\tf\nMems_allowed_list:\t{nodes}\n"
+        )
+
     def free(self) -> int | None:
         return free_memory(self.root)
 
@@ -56,6 +70,45 @@ def _lines(stat: Mapping[str, int]) -> str:
 
 def test_machine_without_limits_has_what_is_available(tmp_path: Path) -> None:
     assert Machine(tmp_path, available=7 * GIB).free() == 7 * GIB
+
+
+@pytest.mark.parametrize(
+    ("mode", "committed", "expected"),
+    [("0", 5, 100 * GIB), ("1", 5, 100 * GIB), ("2", 5, 7 * GIB), ("2", 13, 0), ("", 5, 100 * GIB)],
+)
+def test_system_that_promises_no_more_than_it_has_has_the_rest_free(
+    tmp_path: Path, mode: str, committed: int, expected: int
+) -> None:
+    machine = Machine(tmp_path)
+    machine._write("proc/sys/vm/overcommit_memory", f"{mode}\n")
+    with (tmp_path / "proc/meminfo").open("a") as file:
+        file.write(f"CommitLimit: {12 << 20} kB\nCommitted_AS: {committed << 20} kB\n")
+    assert machine.free() == expected
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("0", 9 * GIB),
+        ("1", 20 * GIB),
+        ("0,10", 14 * GIB),
+        ("0-1", 29 * GIB),
+        ("0-1,10", 100 * GIB),  # all that have memory
+        ("", 100 * GIB),
+        ("0-7", 100 * GIB),
+        ("5", 100 * GIB),  # which the folder does not have
+    ],
+)
+def test_nodes_that_the_process_may_not_use_have_no_memory_for_it(
+    tmp_path: Path, nodes: str, expected: int
+) -> None:
+    machine = Machine(tmp_path)
+    machine.allow(nodes)
+    machine.node(0, 5 * GIB, 4 * GIB)
+    machine.node(1, 20 * GIB)
+    machine.node(2, 0, total=0)
+    machine.node(10, 5 * GIB)
+    assert machine.free() == expected
 
 
 def test_files_in_the_page_cache_do_not_count_as_used(tmp_path: Path) -> None:
@@ -98,11 +151,31 @@ def test_free_memory_is_that_of_the_tightest_group_above_the_process(tmp_path: P
     assert machine.free() == 1 * GIB
 
 
+@pytest.mark.parametrize(
+    ("high", "expected"),
+    [(6 * GIB, 3 * GIB), ("max", 6 * GIB), (20 * GIB, 6 * GIB), (2 * GIB, 0)],
+)
+def test_group_that_is_slowed_down_below_its_limit_has_less_free(
+    tmp_path: Path, high: int | str, expected: int
+) -> None:
+    machine = Machine(tmp_path, cgroup="0::/engine\n")
+    machine.group("engine", 9 * GIB, 4 * GIB, {"inactive_file": 1 * GIB})
+    (tmp_path / "sys/fs/cgroup/engine/memory.high").write_text(f"{high}\n")
+    assert machine.free() == expected
+
+
 @pytest.mark.parametrize("path", ["/docker/4f2a", "/../../elsewhere"])
 def test_path_that_the_container_cannot_see_counts_as_its_own_group(
     tmp_path: Path, path: str
 ) -> None:
     machine = Machine(tmp_path, cgroup=f"0::{path}\n")
+    machine.group("", 10 * GIB, 4 * GIB, {})
+    assert machine.free() == 6 * GIB
+
+
+def test_group_whose_folder_cannot_be_opened_has_no_limit(tmp_path: Path) -> None:
+    # A name that no system takes, because root may open every folder.
+    machine = Machine(tmp_path, cgroup=f"0::/{'x' * 300}/a\n")
     machine.group("", 10 * GIB, 4 * GIB, {})
     assert machine.free() == 6 * GIB
 
@@ -113,6 +186,15 @@ def test_groups_of_version_1_limit_free_memory_too(tmp_path: Path) -> None:
     machine.old_group("docker/a", 10 * GIB, 9 * GIB, stat)
     machine.old_group("docker", NO_LIMIT_V1, 30 * GIB, stat)
     assert machine.free() == 4 * GIB
+
+
+@pytest.mark.parametrize("limit", [NO_LIMIT_V1, 2**63 - 1, 2**63 - 2**16])
+def test_group_of_version_1_without_a_limit_has_no_figure(tmp_path: Path, limit: int) -> None:
+    machine = Machine(tmp_path, cgroup="4:memory:/\n")
+    machine.old_group("", limit, 3 * GIB, {})
+    assert machine.free() == 100 * GIB
+    (tmp_path / "proc/meminfo").unlink()
+    assert machine.free() is None
 
 
 def test_groups_of_version_2_may_be_mounted_beside_those_of_version_1(tmp_path: Path) -> None:
@@ -155,6 +237,12 @@ def test_ranks_of_one_machine_share_its_memory() -> None:
 def test_the_most_gib_in_the_message_fit() -> None:
     with pytest.raises(ConfigError, match=r"to at most 1279 blocks \(1\.2 GiB\)$"):
         check_memory(2000, 1 << 20, lower="num_cpu_blocks", free=1279 << 20)
+
+
+@pytest.mark.parametrize("free", [0, GIB - 1, 4 * GIB - 1])
+def test_memory_without_room_for_a_block_has_another_way_out_than_0_blocks(free: int) -> None:
+    with pytest.raises(ConfigError, match=r"; not even one fits, so end what takes the memory, or"):
+        check_memory(1, GIB, lower="num_cpu_blocks", free=free, num_ranks=4)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

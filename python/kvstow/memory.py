@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from kvstow._core import ConfigError
 
 _ROOT = Path("/")
+# The mode in which the system promises no more memory than it has. It ends a process that writes to
+# memory shared with others beyond that (SIGBUS).
+_STRICT = 2
+_NO_LIMIT = 1 << 62  # In version 1, "no limit" is a number of this size.
 
 
 def check_memory(
@@ -31,10 +36,12 @@ def check_memory(
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     most = free // (block_bytes * num_ranks)
     most_gib = most * block_bytes * 10 // 2**30 / 10  # rounded down, so that it fits
+    fix = f"lower {lower}, to at most {most} blocks ({most_gib} GiB){each}"
+    if most == 0:
+        fix = "not even one fits, so end what takes the memory, or raise the container's limit"
     raise ConfigError(
         f"{num_blocks} host blocks of {block_bytes} bytes are {num_bytes / 2**30:.1f} GiB{each}, "
-        f"and {free / 2**30:.1f} GiB of memory are free on this machine; lower {lower}, to at most "
-        f"{most} blocks ({most_gib} GiB){each}"
+        f"and {free / 2**30:.1f} GiB of memory are free on this machine; {fix}"
     )
 
 
@@ -45,21 +52,27 @@ def free_memory(root: Path = _ROOT) -> int | None:
         root: the folder that has `proc` and `sys`.
 
     Returns:
-        The least of two figures: what the system has available, and what a control group of this
-        process or an ancestor of it may still use. None if the system reports neither.
+        The least of four figures: what the system has available, what the memory nodes have that
+        this process may use, what the system still promises if it counts promises, and what a
+        control group of this process or an ancestor of it may still use. None if the system reports
+        none of them.
     """
     left = []
-    try:
-        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
-        values = dict(line.split(":", 1) for line in lines)
-        left.append(int(values["MemAvailable"].split()[0]) * 1024)
-    except (OSError, KeyError, ValueError):
-        pass
+    with suppress(OSError, LookupError, ValueError):
+        left.append(_kib_in(root / "proc/meminfo")["MemAvailable"] * 1024)
+    with suppress(OSError, LookupError, ValueError):
+        left.append(_free_on_nodes(root))
+    with suppress(OSError, LookupError, ValueError):
+        if int((root / "proc/sys/vm/overcommit_memory").read_text()) == _STRICT:
+            values = _kib_in(root / "proc/meminfo")
+            left.append(1024 * max(0, values["CommitLimit"] - values["Committed_AS"]))
     for group in _control_groups(root):
         left += [
             free
             for limit, usage, caches in (
                 ("memory.max", "memory.current", ("active_file", "inactive_file")),
+                # Above this one, the system slows the group down almost to a standstill.
+                ("memory.high", "memory.current", ("active_file", "inactive_file")),
                 (
                     "memory.limit_in_bytes",
                     "memory.usage_in_bytes",
@@ -70,6 +83,36 @@ def free_memory(root: Path = _ROOT) -> int | None:
             is not None
         ]
     return min(left, default=None)
+
+
+def _kib_in(file: Path) -> dict[str, int]:
+    """Return the figures of a `meminfo`, of the machine or of a node."""
+    lines = file.read_text(encoding="ascii").splitlines()
+    named = [line.rpartition(":") for line in lines]
+    return {name.split()[-1]: int(figure.split()[0]) for name, _, figure in named}
+
+
+def _free_on_nodes(root: Path) -> int:
+    """Return what the nodes have left that this process may use, if it may not use all nodes.
+
+    The system ends a process that needs more (`--cpuset-mems` of a container), though other nodes
+    have memory. It drops cached files first, as in a group.
+
+    Raises:
+        KeyError: the process may use all nodes.
+    """
+    status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
+    lines = dict(line.partition(":")[::2] for line in status.splitlines())
+    allowed: set[int] = set()
+    for part in lines["Mems_allowed_list"].split(","):
+        first, _, last = part.strip().partition("-")
+        allowed |= {*range(int(first), int(last or first) + 1)}
+    files = root.glob("sys/devices/system/node/node[0-9]*/meminfo")
+    nodes = {int(file.parent.name[4:]): _kib_in(file) for file in files}
+    if {node for node, has in nodes.items() if has["MemTotal"]} <= allowed:
+        raise KeyError("the figure of the machine says it")
+    names = ("MemFree", "Active(file)", "Inactive(file)")
+    return 1024 * sum(nodes[node][name] for node in allowed for name in names)
 
 
 def _control_groups(root: Path) -> Iterator[Path]:
@@ -95,7 +138,7 @@ def _control_groups(root: Path) -> Iterator[Path]:
         for folder in folders:
             group = Path(path.lstrip("/"))
             for ancestor in (group, *group.parents):
-                if ".." not in ancestor.parts and (folder / ancestor).is_dir():
+                if ".." not in ancestor.parts:
                     yield folder / ancestor
 
 
@@ -109,6 +152,8 @@ def _left_of(limit: Path, usage: Path, stat: Path, caches: tuple[str, str]) -> i
     try:
         limit_bytes, used_bytes = int(limit.read_text()), int(usage.read_text())  # "max": no limit
     except (OSError, ValueError):
+        return None
+    if limit_bytes >= _NO_LIMIT:
         return None
     try:
         lines = stat.read_text(encoding="ascii").splitlines()

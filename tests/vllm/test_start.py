@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.vllm.engine import DAMAGE, TOLERANCE, Engine, difference, prompts
 from tests.vllm.halves import (
     BLOCK_SIZE,
@@ -17,6 +18,7 @@ from tests.vllm.halves import (
     WINDOW,
     Scheduler,
     Step,
+    cache_config,
     copies,
     engine_config,
     stage,
@@ -31,6 +33,8 @@ from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.messages import StepJobs, StepReports
 from kvstow.vllm.model import Model
+from kvstow.vllm.options import Options
+from kvstow.vllm.worker import WorkerHalf
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
@@ -38,6 +42,24 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 def report(scheduler: Scheduler, capacities: dict[int, int]) -> None:
     meta = StepReports(capacities=capacities)
     scheduler.half.processed(KVConnectorOutput(kv_connector_worker_meta=meta))
+
+
+# -- host memory -----------------------------------------------------------------------------------
+
+
+def test_refused_host_memory_names_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of the process, such as ulimit -v, is not in the figure of free memory."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    model, options = Model.of(cache_config(FULL)), Options(num_cpu_blocks=8)
+    worker = WorkerHalf(model, options, rank=0, world_size=1, num_local_ranks=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvstow.transfer.arena.mmap.mmap", refuse)
+        with pytest.raises(ConfigError, match=r"refused them .* lower cpu_bytes_to_use or num_cpu"):
+            worker.register({"0": torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)})
+    worker.close()
 
 
 # -- capacities ------------------------------------------------------------------------------------

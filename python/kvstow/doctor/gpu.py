@@ -37,6 +37,11 @@ def cupy_findings(driver_cuda: int | None, num_devices: int, *, anew: bool) -> I
             f"pip install 'kvstow[cuda{min(major, 13)}]'",
         )
         return
+    except OSError as error:
+        says = f"cupy does not load ({error}), because it needs a folder for compiled kernels."
+        advice = "set CUPY_CACHE_DIR to a folder that this user may create or write"
+        yield Finding("cupy", "broken" if num_devices else "missing", says, advice)
+        return
     api = cupy.cuda.runtime
     built_for = int(api.runtimeGetVersion())
     figures = {"version": cupy.__version__, "cuda": built_for, "driver_cuda": driver_cuda}

@@ -173,7 +173,8 @@ class HostArena(Closing):
             raise ConfigError(
                 f"{self._num_slots} slots of {self._slot_stride_bytes} bytes are {num_bytes} bytes "
                 f"({num_bytes / 2**30:.1f} GiB), and the system refused them ({error}); lower "
-                "num_slots or slot_bytes, or raise the memory limit"
+                "num_slots or slot_bytes (behind vLLM: lower cpu_bytes_to_use or num_cpu_blocks), "
+                "or raise the memory limit (ulimit -v, ulimit -d)"
             ) from error
 
     @property

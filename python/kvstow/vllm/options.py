@@ -210,7 +210,7 @@ class Options:
 
     cpu_bytes_to_use: int | None = option(None, read_size)
     cpu_bytes_to_use_per_rank: int | None = option(None, read_size)
-    num_cpu_blocks: int | None = option(None, read_count(1))
+    num_cpu_blocks: int | None = option(None, read_count(1, MAX_BLOCKS - 1))
     lazy_offload: bool = option(False, read_flag)
     offload_prompt_only: bool = option(False, read_flag)
     store_threshold: int = option(1, read_count(1, MAX_THRESHOLD))

@@ -400,8 +400,8 @@ def import_cupy() -> Any:
     """Return the module cupy, if it can reach a GPU.
 
     Raises:
-        ConfigError: cupy is not installed or built for a newer CUDA than the driver supports, or
-            there is no GPU.
+        ConfigError: cupy is not installed, does not load, or is built for a newer CUDA than the
+            driver supports, or there is no GPU.
     """
     try:
         import cupy  # noqa: PLC0415 - from an extra, and slow to import
@@ -409,6 +409,11 @@ def import_cupy() -> Any:
         raise ConfigError(
             f"cupy is not installed, and the GPU mover needs it ({error}): pip install "
             "'kvstow[cuda13]', or 'kvstow[cuda12]' for a driver of CUDA 12"
+        ) from error
+    except OSError as error:  # cupy creates its folder when it loads
+        raise ConfigError(
+            f"cupy does not load ({error}), and it needs a folder for compiled kernels: set "
+            "CUPY_CACHE_DIR to a folder that this user may create or write"
         ) from error
     api = cupy.cuda.runtime
     driver, built_for = api.driverGetVersion() // 1000, api.runtimeGetVersion() // 1000
