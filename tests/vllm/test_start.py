@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,6 +61,28 @@ def test_refused_host_memory_names_the_options(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(ConfigError, match=r"refused them .* lower cpu_bytes_to_use or num_cpu"):
             worker.register({"0": torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)})
     worker.close()
+
+
+@pytest.mark.parametrize("num_machines", [1, 2])
+def test_ranks_that_ray_puts_on_other_machines_take_no_memory_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_machines: int
+) -> None:
+    """vLLM's configuration counts all ranks of Ray as ranks of this machine."""
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    parallel = config.parallel_config
+    parallel.world_size, parallel.distributed_executor_backend = 4, "ray"
+    name = "kvstow.vllm.connector"
+    monkeypatch.setattr(f"{name}.get_world_group", lambda: SimpleNamespace(world_size=4))
+    monkeypatch.setattr(f"{name}.get_node_count", lambda: num_machines)
+    monkeypatch.setattr("kvstow.vllm.worker.free_memory", lambda: 2 * 8 * 4096)
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache_config(FULL))
+    caches = {"0": torch.zeros(NUM_BLOCKS * PAGE_BYTES, dtype=torch.uint8)}
+    if num_machines == 1:
+        with pytest.raises(ConfigError, match="on each of 4 ranks"):
+            connector.register_kv_caches(caches)
+    else:
+        connector.register_kv_caches(caches)
+    connector.shutdown()
 
 
 # -- capacities ------------------------------------------------------------------------------------

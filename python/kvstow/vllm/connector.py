@@ -6,6 +6,7 @@ With `observe` the halves are those of `idle`. In either case an `Observer` watc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.parallel_state import get_node_count, get_world_group
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
 from kvstow import ConfigError, StateSpace
@@ -46,7 +48,7 @@ except ImportError:  # vLLM before 0.32 does not count hits by source
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -100,9 +102,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             options,
             rank=rank_in_engine(parallel),
             world_size=parallel.world_size,
-            # vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines
-            # that share this machine do not count.
-            num_local_ranks=parallel.local_world_size * max(parallel.data_parallel_size_local, 1),
+            num_local_ranks=_num_local_ranks(parallel),
             replicas=Replicas.of(vllm_config, kv_cache_config),
             identity=Identity.of(vllm_config, options),
         )
@@ -399,3 +399,16 @@ def _horizon_blocks(model: Model, config: VllmConfig) -> int:
         for group in model.groups
     )
     return own + sum(map(taken, model.other_block_sizes))
+
+
+def _num_local_ranks(parallel: ParallelConfig) -> int:
+    """Return how many workers of a server this machine has. They are connected by now.
+
+    vLLM reports a data-parallel size of 1 to each engine of a dense model, so engines that share
+    this machine do not count.
+    """
+    if parallel.use_ray:
+        # Ray spreads them over machines, of which the configuration does not know.
+        num_ranks: int = get_world_group().world_size
+        return math.ceil(num_ranks / get_node_count())
+    return int(parallel.local_world_size * max(parallel.data_parallel_size_local, 1))
