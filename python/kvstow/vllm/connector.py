@@ -410,5 +410,6 @@ def _num_local_ranks(parallel: ParallelConfig) -> int:
     if parallel.use_ray:
         # Ray spreads them over machines, of which the configuration does not know.
         num_ranks: int = get_world_group().world_size
-        return math.ceil(num_ranks / get_node_count())
+        num_machines: int = get_node_count()
+        return math.ceil(num_ranks / num_machines)
     return int(parallel.local_world_size * max(parallel.data_parallel_size_local, 1))
