@@ -4,7 +4,7 @@ import operator
 import os
 import reprlib
 from collections.abc import Callable
-from math import isfinite
+from math import inf, isfinite
 from numbers import Real
 from typing import TypeGuard
 
@@ -39,6 +39,16 @@ def read_clock(clock: Callable[[], float]) -> float:
     if not (isinstance(now_s, Real) and isfinite(now_s)):
         raise ConfigError(f"the clock says {now_s!r}, expected finite seconds: pass another")
     return float(now_s)
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """Refuse what is no number of seconds above 0.
+
+    Raises:
+        ConfigError: it is no number, not above 0, or has no end.
+    """
+    if not isinstance(seconds, Real) or not 0 < seconds < inf:
+        raise ConfigError(f"{name} is {seconds!r}: pass a number of seconds above 0")
 
 
 def checked_int(name: str, value: object, low: int, high: int, fix: str) -> int:

@@ -90,21 +90,21 @@ def refuse_repeated(request_ids: Sequence[str]) -> None:
     )
 
 
-def check_num_device_blocks(num_blocks: object) -> None:
-    """Refuse a device without a usable block."""
+def checked_num_device_blocks(num_blocks: object) -> int:
+    """Return the blocks of a device that has a usable one."""
     fix = "pass the blocks of the device's memory, the null block included"
-    checked_int("num_device_blocks", num_blocks, 2, MAX_BLOCKS, fix)
+    return checked_int("num_device_blocks", num_blocks, 2, MAX_BLOCKS, fix)
 
 
-def check_num_host_blocks(num_blocks: object) -> None:
-    """Refuse a host tier without a slot."""
+def checked_num_host_blocks(num_blocks: object) -> int:
+    """Return the slots of a host tier that has one or more."""
     fix = "pass how many slots the host tier has, not its bytes"
-    checked_int("num_host_blocks", num_blocks, 1, MAX_BLOCKS - 1, fix)
+    return checked_int("num_host_blocks", num_blocks, 1, MAX_BLOCKS - 1, fix)
 
 
-def check_world_size(num_ranks: object) -> None:
-    """Refuse an engine without a rank."""
-    checked_int("world_size", num_ranks, 1, MAX_BLOCKS, "pass the number of ranks")
+def checked_world_size(num_ranks: object) -> int:
+    """Return the ranks of an engine that has one or more."""
+    return checked_int("world_size", num_ranks, 1, MAX_BLOCKS, "pass the number of ranks")
 
 
 def check_max_in_flight_tokens(num_tokens: object) -> None:

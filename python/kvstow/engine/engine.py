@@ -41,15 +41,15 @@ from kvstow.engine.arguments import (
     check_max_in_flight_tokens,
     check_mover,
     check_names,
-    check_num_device_blocks,
-    check_num_host_blocks,
     check_path,
-    check_world_size,
     checked_counts,
     checked_groups,
     checked_limit_s,
     checked_names,
+    checked_num_device_blocks,
+    checked_num_host_blocks,
     checked_size,
+    checked_world_size,
     refuse_repeated,
 )
 from kvstow.engine.below import checked_below
@@ -168,11 +168,10 @@ class Engine(Closing):
         mover: MakeMover = mover_for,
     ) -> None:
         groups = checked_groups(groups)
-        check_num_device_blocks(num_device_blocks)
-        check_num_host_blocks(num_host_blocks)
-        check_world_size(world_size)
-        # A product of narrow numpy integers may overflow.
-        num_host_blocks, world_size = int(num_host_blocks), int(world_size)
+        # As ints, because a product of narrow numpy integers may overflow.
+        num_device_blocks = checked_num_device_blocks(num_device_blocks)
+        num_host_blocks = checked_num_host_blocks(num_host_blocks)
+        world_size = checked_world_size(world_size)
         blocks_per_slot = checked_size("blocks_per_slot", blocks_per_slot)
         check_max_in_flight_tokens(max_in_flight_tokens)
         rank_layouts = checked_layouts(layouts, world_size, len(groups), num_device_blocks)
@@ -756,8 +755,9 @@ class Engine(Closing):
         if state.asleep is None:
             self._check_open()
         check_event(after)
-        num_blocks = state.pool.num_blocks if num_device_blocks is None else num_device_blocks
-        check_num_device_blocks(num_blocks)
+        num_blocks = state.pool.num_blocks
+        if num_device_blocks is not None:
+            num_blocks = checked_num_device_blocks(num_device_blocks)
         blueprint = state.blueprint
         ranks = checked_layouts(layouts, blueprint.world_size, len(blueprint.groups), num_blocks)
         self.flush_events()

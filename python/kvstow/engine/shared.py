@@ -22,21 +22,19 @@ How a wrong block could be served, and what prevents it:
 
 from __future__ import annotations
 
-import math
 import os
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from numbers import Real
 from typing import ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import ConfigError, OffloadScheduler, StateError
-from kvstow.arguments import checked_int
+from kvstow._core import OffloadScheduler, StateError
+from kvstow.arguments import check_seconds, checked_int
 from kvstow.engine.blueprint import Blueprint
 from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
@@ -77,9 +75,7 @@ class SharedOptions(DiskOptions):
         DiskOptions.__post_init__(self)
         if self.index_blocks is not None:
             checked_int("index_blocks", self.index_blocks, 1, 2**31 - 2, "pass blocks, or None")
-        wait_s = self.ask_timeout_s
-        if not isinstance(wait_s, Real) or not 0 < wait_s < math.inf:
-            raise ConfigError(f"ask_timeout_s is {wait_s!r}: pass a number of seconds above 0")
+        check_seconds("ask_timeout_s", self.ask_timeout_s)
 
 
 @dataclass(slots=True)

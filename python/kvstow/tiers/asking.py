@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final, NamedTuple, Protocol, TypeAlias
 
-from kvstow._core import ConfigError, KvstowError, StateError, TransferError
-from kvstow.arguments import checked_int
+from kvstow._core import KvstowError, StateError, TransferError
+from kvstow.arguments import check_seconds, checked_int
 from kvstow.closing import Closing
 from kvstow.tiers.breaker import Breaker
 from kvstow.tiers.tier import SharedTier, TierBlocks
@@ -219,8 +219,7 @@ class Asker(Closing):
             ConfigError: a time that is not above 0, or a number of keys that is not.
         """
         for name, seconds in (("wait_s", wait_s), ("call_s", call_s), ("keep_s", keep_s)):
-            if not 0 < seconds < math.inf:
-                raise ConfigError(f"{name} is {seconds!r}: pass a number of seconds above 0")
+            check_seconds(name, seconds)
         fix = "pass how many answers to keep"
         self._max_cached = checked_int("max_cached_keys", max_cached_keys, 1, 2**31 - 1, fix)
         self._connect, self.clock = connect, clock
