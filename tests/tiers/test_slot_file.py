@@ -592,7 +592,12 @@ def test_device_and_missing_folder_are_refused(tmp_path: Path, arena: HostArena)
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("tmpfs", "is on tmpfs, which is memory"), ("nfs4", "is on nfs4, where a lock")],
+    [
+        ("tmpfs", "is on tmpfs, which is memory"),
+        ("nfs4", "is on nfs4, where a lock"),
+        ("lustre", "is on lustre, where a lock"),
+        ("fuse.ceph-fuse", "is on fuse.ceph-fuse, where a lock"),
+    ],
 )
 def test_unsuitable_file_system_is_refused(
     tmp_path: Path, arena: HostArena, kind: str, message: str
