@@ -742,6 +742,12 @@ def test_path_that_can_name_no_file_is_a_config_error(wrong: Any) -> None:
         SlotFile(wrong, "1MiB")
 
 
+@pytest.mark.parametrize("fields", [None, 5, ["a"], {1: "a"}, {"a": object()}])
+def test_fingerprint_of_what_is_no_mapping_of_names_is_refused(fields: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fields is .*; pass "):
+        Fingerprint(fields)
+
+
 def test_fingerprint_longer_than_the_header_is_refused() -> None:
     with pytest.raises(ConfigError, match="pass a digest of what is long"):
         Fingerprint({"model": "x" * 4000})
