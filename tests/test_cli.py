@@ -310,6 +310,27 @@ sys.exit((cli.main(["replay", name, *options]), cli.main(["replay", name + ".not
         assert b".not: cannot be read" in done.stderr
 
 
+def test_control_characters_of_a_path_reach_no_terminal(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trace.parent)
+    path = "a\nb\x07\x9b2J"
+    trace.rename(path)
+    for arguments, status in (
+        (["replay", path], 0),
+        (["plan", path, "--bytes-per-token", "1024"], 0),
+        (["plan", path, "--block-size", "5", "--bytes-per-token", "1024"], 2),
+        (["plan", f"{path}x", "--bytes-per-token", "1024"], 2),
+        (["tier", "info", path], 2),
+        (["snapshot", "info", path], 1),
+        (["trace", "convert", path], 2),
+    ):
+        assert cli.main(arguments) == status
+        printed = "".join(capsys.readouterr())
+        assert r"a\nb\x07\x9b2J" in printed
+        assert printed.replace("\n", "").isprintable()
+
+
 def test_brackets_in_a_path_are_printed_as_they_are(
     run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
