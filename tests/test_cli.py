@@ -267,6 +267,17 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
     assert list(folder.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("option", ["--json-file", "--html", "--csv", "--png"])
+def test_dash_is_no_file_for_a_result(
+    run: Run, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trace.parent)
+    done = run("plan", str(trace), "--bytes-per-token", "1024", option, "-")
+    assert done.returncode == USAGE
+    assert done.stderr.startswith(f"kvstow: {option} is '-', which stands for standard input alone")
+    assert [*trace.parent.iterdir()] == [trace]
+
+
 def test_a_pipe_or_standard_output_gets_the_file(trace: Path, folder: Path) -> None:
     done = kvstow("replay", str(trace), "--json", "--json-file", "/dev/stdout")
     assert done.returncode == OK
