@@ -342,6 +342,16 @@ def test_control_characters_of_a_path_reach_no_terminal(
         assert printed.replace("\n", "").isprintable()
 
 
+def test_long_path_stays_on_one_line_of_a_pipe(
+    run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = trace.rename(trace.with_name("a" * 200))
+    for options in ([], ["--servers", "1"]):
+        done = run("replay", str(path), *options)
+        assert done.stdout.splitlines()[0].startswith(str(path))
+
+
 def test_brackets_in_a_path_are_printed_as_they_are(
     run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

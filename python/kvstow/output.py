@@ -308,6 +308,9 @@ def _rendered(shown: Table | str) -> str:
     )
     is_bounded = is_terminal or "COLUMNS" in os.environ
     console.width = max(console.width, _LEAST_COLUMNS) if is_bounded else _MOST_COLUMNS
+    if not is_bounded and shown.title is not None:  # rich would wrap it to the table's width
+        console.print(shown.title)
+        shown.title = None
     console.print(shown)
     found = text.getvalue()
     return found if is_terminal else "".join(f"{line.rstrip()}\n" for line in found.splitlines())
