@@ -267,6 +267,17 @@ def test_a_file_that_cannot_be_replaced_is_written_in_place(
     assert list(folder.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("option", ["--json-file", "--html", "--csv", "--png"])
+def test_dash_is_no_file_for_a_result(
+    run: Run, trace: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trace.parent)
+    done = run("plan", str(trace), "--bytes-per-token", "1024", option, "-")
+    assert done.returncode == USAGE
+    assert done.stderr.startswith(f"kvstow: {option} is '-', which stands for standard input alone")
+    assert [*trace.parent.iterdir()] == [trace]
+
+
 def test_a_pipe_or_standard_output_gets_the_file(trace: Path, folder: Path) -> None:
     done = kvstow("replay", str(trace), "--json", "--json-file", "/dev/stdout")
     assert done.returncode == OK
@@ -308,6 +319,37 @@ sys.exit((cli.main(["replay", name, *options]), cli.main(["replay", name + ".not
         assert done.returncode == OK, done.stderr
         assert done.stderr.count(b"\n") == 1
         assert b".not: cannot be read" in done.stderr
+
+
+def test_control_characters_of_a_path_reach_no_terminal(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trace.parent)
+    path = "a\nb\x07\x9b2J"
+    trace.rename(path)
+    for arguments, status in (
+        (["replay", path], 0),
+        (["plan", path, "--bytes-per-token", "1024"], 0),
+        (["plan", path, "--block-size", "5", "--bytes-per-token", "1024"], 2),
+        (["plan", f"{path}x", "--bytes-per-token", "1024"], 2),
+        (["tier", "info", path], 2),
+        (["snapshot", "info", path], 1),
+        (["trace", "convert", path], 2),
+    ):
+        assert cli.main(arguments) == status
+        printed = "".join(capsys.readouterr())
+        assert r"a\nb\x07\x9b2J" in printed
+        assert printed.replace("\n", "").isprintable()
+
+
+def test_long_path_stays_on_one_line_of_a_pipe(
+    run: Run, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    path = trace.rename(trace.with_name("a" * 200))
+    for options in ([], ["--servers", "1"]):
+        done = run("replay", str(path), *options)
+        assert done.stdout.splitlines()[0].startswith(str(path))
 
 
 def test_brackets_in_a_path_are_printed_as_they_are(

@@ -128,7 +128,7 @@ DISK = {
     "type": "KVStowDisk",
     "module_path": "kvstow.vllm.secondary_tier",
     "path": "/mnt/slots",
-    "max_bytes": "200GiB",
+    "max_bytes": "1MiB",
     "backpressure": {},
 }
 TIB = 1 << 40
@@ -248,6 +248,21 @@ def _has_room(monkeypatch: pytest.MonkeyPatch) -> None:
             with_disk(module_path=None, max_bytes="x"),
             ["module_path of secondary_tiers[1] is None, and", "max_bytes is 'x', which is no"],
         ),
+        (
+            with_disk(weights_version_paht="/x", size=1),
+            [
+                "secondary_tiers[1] ignores 'weights_version_paht'.",
+                "secondary_tiers[1] ignores 'size'.",
+            ],
+        ),
+        (
+            with_disk(path="/no/slots"),
+            ["the folder of path of secondary_tiers[1] is '/no', and this user finds no such"],
+        ),
+        (
+            with_disk(max_bytes=1 << 62),
+            ["max_bytes of secondary_tiers[1] is 4,294,967,296.00 GiB, and the file system of"],
+        ),
         (with_disk(on_mismatch=["reset"]), ["on_mismatch is ['reset']; pass 'refuse', or"]),
         (with_disk(None), ["spec_name is None, and vLLM has secondary tiers with Tiering"]),
         (
@@ -266,6 +281,19 @@ def test_flag_is_checked_before_a_server_starts(flag: object, problems: list[str
         assert "?." not in finding.says
         assert finding.advice
         assert finding.status != "ok"
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ceph"])
+def test_folder_that_no_slot_file_may_lie_in_is_found(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr("kvstow.doctor.flag.Files.file_system", lambda *_: kind)
+    own = FLAG | {"kv_connector_extra_config": {"disk_path": "/", "disk_bytes_to_use": 9999}}
+    for flag in (own, with_disk()):
+        (finding,) = flag_findings(json.dumps(flag))
+        assert f"is on {kind}, w" in finding.says
+        assert finding.status == "missing"
+        assert finding.advice.startswith("pass a path on a ")
 
 
 def test_values_that_vllm_refuses_are_broken() -> None:

@@ -21,6 +21,7 @@ import click
 from kvstow._core import ConfigError
 from kvstow.build import version_and_build
 from kvstow.output import STANDARD_OUTPUT, discard_standard_output
+from kvstow.texts import on_one_line
 
 EXIT_USAGE: Final = 2
 EXIT_BUG: Final = os.EX_SOFTWARE  # 70
@@ -92,14 +93,14 @@ def _status_of(arguments: list[str]) -> int:
             error.show()
         return EXIT_USAGE
     except ConfigError as error:
-        _complain(f"kvstow: {error}")
+        _complain(f"kvstow: {on_one_line(str(error))}")
         return EXIT_USAGE
     except OSError as error:
         discard_standard_output()
         is_closed_pipe = error.errno == errno.EPIPE and error.filename in (None, STANDARD_OUTPUT)
         if not is_closed_pipe:  # `kvstow replay | head -1` should print no error
             where = "" if error.filename is None else f"{error.filename}: "
-            _complain(f"kvstow: {where}{error.strerror or error}")
+            _complain(f"kvstow: {on_one_line(f'{where}{error.strerror or error}')}")
         return EXIT_IO
     except (KeyboardInterrupt, click.Abort):
         return EXIT_INTERRUPTED

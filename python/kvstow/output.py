@@ -54,7 +54,10 @@ def with_output(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _refuse_one_file_twice(context: click.Context) -> None:
-    """Raise `ConfigError` if a command would overwrite what it reads, or its own other result."""
+    """Raise `ConfigError` if a command would overwrite what it reads, or its own other result.
+
+    Also if a result would go to a file with the name `-`.
+    """
     taken: dict[str, str] = {}
     parameters = context.command.params
     for parameter in sorted(parameters, key=lambda one: one.name in _WRITTEN):
@@ -64,6 +67,11 @@ def _refuse_one_file_twice(context: click.Context) -> None:
             continue
         for name in map(str, given if isinstance(given, tuple) else (given,)):
             path = os.path.realpath(name)
+            if name == "-" and parameter.name in _WRITTEN:
+                raise ConfigError(
+                    f"{option} is '-', which stands for standard input alone: pass /dev/stdout, or "
+                    "./- for a file of that name"
+                )
             if parameter.name not in _WRITTEN:
                 for file in _files_behind(parameter.name, name):
                     taken[os.path.realpath(file)] = "the command reads that file"
@@ -300,6 +308,9 @@ def _rendered(shown: Table | str) -> str:
     )
     is_bounded = is_terminal or "COLUMNS" in os.environ
     console.width = max(console.width, _LEAST_COLUMNS) if is_bounded else _MOST_COLUMNS
+    if not is_bounded and shown.title is not None:  # rich would wrap it to the table's width
+        console.print(shown.title)
+        shown.title = None
     console.print(shown)
     found = text.getvalue()
     return found if is_terminal else "".join(f"{line.rstrip()}\n" for line in found.splitlines())

@@ -626,6 +626,8 @@ LAYOUT = BlockLayout.from_arrays([np.zeros((8, 8), np.uint8)])
         (lambda e: e.step("ab", [1, 1]), r"pass \['ab'\]"),
         (lambda e: e.step(None, [1]), "request_ids is of type NoneType, expected a list"),
         (lambda e: e.computed({"runs"}, [16], after=READY), "request_ids is of type set"),
+        (lambda e: e.step(np.array("runs"), [1]), "request_ids is of type ndarray, expected a li"),
+        (lambda e: e.computed(np.array("runs"), [16], after=READY), "request_ids is of type ndarr"),
         (lambda e: e.computed(iter(["runs"]), [16], after=READY), "request_ids is of type list_it"),
         (
             lambda e: e.step(["runs"], [1], num_lookahead_tokens=-1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,14 @@ def test_config_of_a_multimodal_model_is_that_of_its_text(tmp_path: Path) -> Non
     path.write_text(json.dumps({"text_config": inner, "dtype": "bfloat16"}))
     for name in (path, tmp_path):
         assert lay_out(find_model(str(name)), 16).token_bytes == 4 * 2 * 64 * 2 * 2
+
+
+@pytest.mark.parametrize("field", ["llm_config", "language_config", "thinker_config"])
+def test_language_model_is_found_wherever_it_is(field: str) -> None:
+    """As in InternVL, DeepSeek-VL2, and Qwen's Omni, whose thinker has a text model of its own."""
+    inner: dict[str, object] = {"text_config": DENSE} if field == "thinker_config" else DENSE
+    model = parse_config("m", {"model_type": "m", field: inner, "torch_dtype": "float16"})
+    assert model == replace(parse_config("m", DENSE), dtype="float16")
 
 
 def test_text_without_a_type_has_that_of_the_whole() -> None:

@@ -187,6 +187,19 @@ def test_trace_of_a_moment_has_no_rates(tmp_path: Path, capsys: pytest.CaptureFi
     assert "2 requests in 0.0 seconds, 2,048 prompt tokens\n" in printed
 
 
+def test_one_of_a_thing_is_named_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t"
+    row = {"timestamp": 0, "prompt_token_ids": [7], "output_length": 1}
+    path.write_text(json.dumps(row))
+    config = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "dtype": "fp8"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["plan", str(path), "--block-size", "1", "--model", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert ": 1 request in 0.0 seconds, 1 prompt token\n" in printed
+    assert ": 1 layer of full attention x 1 KV head x 8 values x 2 (K and V) x 1 byte (" in printed
+    assert "\na block of 1 token takes " in printed
+
+
 def test_summary_shows_the_span_and_the_rate_of_the_trace(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

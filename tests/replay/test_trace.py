@@ -110,6 +110,14 @@ def test_an_empty_file_is_refused(refused: Callable[..., str], lines: list[str])
             "this line has ts, prompt; make prompt_token_ids from the text with your model's "
             "tokenizer",
         ),
+        (
+            '{"custom_id": "a", "url": "/v1/completions", "body": {}}',  # OpenAI's
+            "custom_id, url, body; make prompt_token_ids from the text with your model's tokenizer",
+        ),
+        (
+            '{"id": "a", "conversations": []}',  # ShareGPT's
+            "id, conversations; make prompt_token_ids from the text with your model's tokenizer",
+        ),
         ("{}", "and this line has no field"),
         (json.dumps(dict.fromkeys("abcdefghij")), "has a, b, c, d, e, f, g, h and 2 more"),
         (json.dumps({"x" * 50: 1}), f"has {'x' * 40}..."),

@@ -78,6 +78,15 @@ def test_info_shows_a_forged_header_without_harm(
     assert shown in "".join(capsys.readouterr())
 
 
+def test_info_shows_a_path_that_steers_a_terminal_without_harm(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (path, path.with_name("slots.index")):
+        file.rename(file.with_name(file.name.replace("slots", "a\x9b2J")))
+    assert main(["tier", "info", str(path.with_name("a\x9b2J"))]) == 0
+    assert r"a\x9b2J" in capsys.readouterr().out
+
+
 def test_a_folder_is_refused_with_the_file_in_it(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

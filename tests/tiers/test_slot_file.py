@@ -592,7 +592,12 @@ def test_device_and_missing_folder_are_refused(tmp_path: Path, arena: HostArena)
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [("tmpfs", "is on tmpfs, which is memory"), ("nfs4", "is on nfs4, where a lock")],
+    [
+        ("tmpfs", "is on tmpfs, which is memory"),
+        ("nfs4", "is on nfs4, where a lock"),
+        ("lustre", "is on lustre, where a lock"),
+        ("fuse.ceph-fuse", "is on fuse.ceph-fuse, where a lock"),
+    ],
 )
 def test_unsuitable_file_system_is_refused(
     tmp_path: Path, arena: HostArena, kind: str, message: str
@@ -735,6 +740,12 @@ class BytesPath:
 def test_path_that_can_name_no_file_is_a_config_error(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"path is .*; pass the name of a file"):
         SlotFile(wrong, "1MiB")
+
+
+@pytest.mark.parametrize("fields", [None, 5, ["a"], {1: "a"}, {"a": object()}])
+def test_fingerprint_of_what_is_no_mapping_of_names_is_refused(fields: Any) -> None:
+    with pytest.raises(ConfigError, match=r"fields is .*; pass "):
+        Fingerprint(fields)
 
 
 def test_fingerprint_longer_than_the_header_is_refused() -> None:

@@ -158,6 +158,13 @@ def test_error_names_the_bad_number(
         HostArena(num_slots, slot_bytes, num_prefault_threads=num_threads)
 
 
+@pytest.mark.parametrize("source", [5, (5,), ("a", "b"), "ab", (3, 1.5)])
+@pytest.mark.parametrize("name", ["file", "shared"])
+def test_error_names_what_is_no_source_of_memory(name: str, source: object) -> None:
+    with pytest.raises(ConfigError, match=rf"^{name} is .*; pass "):
+        HostArena(2, 4096, **{name: source})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("num_slots", "slot_bytes"), [(2**31 - 1, 1 << 30), (4, sys.maxsize // 2), (1, sys.maxsize)]
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -110,12 +112,14 @@ def test_a_system_that_refuses_the_memory_is_named(monkeypatch: pytest.MonkeyPat
     with pytest.raises(StateError, match="ask for less"):
         SharedMemory.create(1 << 63)
 
-    def refused(name: str) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refused)
-    with pytest.raises(StateError, match="allow memfd_create in the container's seccomp profile"):
-        created()
+    for code, way_out in (
+        (errno.EPERM, "allow memfd_create in the container's seccomp profile"),
+        (errno.EMFILE, r"raise the limit of open files \(ulimit -n,"),
+    ):
+        error = OSError(code, os.strerror(code))
+        monkeypatch.setattr(os, "memfd_create", Mock(side_effect=error))
+        with pytest.raises(StateError, match=way_out):
+            created()
 
 
 def test_a_closed_arena_holds_no_memory() -> None:

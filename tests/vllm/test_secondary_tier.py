@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import threading
 from collections.abc import Iterable
@@ -43,6 +44,8 @@ from kvstow.tiers.files import Buffers, Files
 from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm import secondary_tier
+from kvstow.vllm.secondary_file import DISK_KEYS
+from kvstow.vllm.secondary_tier import KVStowDisk
 
 
 def test_chunk_that_fell_off_the_cpu_tier_comes_back(make: Make) -> None:
@@ -54,6 +57,11 @@ def test_chunk_that_fell_off_the_cpu_tier_comes_back(make: Make) -> None:
         found = world.load(key)
         assert found is not None
         np.testing.assert_array_equal(found, content(key))
+
+
+def test_doctor_knows_the_keys_of_the_tier() -> None:
+    taken = inspect.signature(KVStowDisk).parameters.values()
+    assert tuple(key.name for key in taken if key.kind is key.KEYWORD_ONLY) == DISK_KEYS
 
 
 def test_unknown_keys_of_the_configuration_are_ignored(make: Make, log: list[str]) -> None:

@@ -4,7 +4,7 @@
 other checks still run.
 
 May import: kvstow._core, kvstow.build, kvstow.memory, kvstow.output, kvstow.sizes,
-kvstow.transfer, kvstow.vllm.
+kvstow.tiers, kvstow.transfer, kvstow.vllm.
 """
 
 from kvstow.doctor.checks import diagnose

@@ -16,16 +16,20 @@ from typing import Any, Final, NamedTuple
 from kvstow._core import ConfigError
 from kvstow.doctor.findings import Finding, Status
 from kvstow.memory import free_memory
-from kvstow.sizes import format_bytes
+from kvstow.sizes import format_bytes, parse_bytes
+from kvstow.tiers.files import Files
+from kvstow.tiers.opening import check_kind
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
 from kvstow.vllm.options import WHERE, Options
-from kvstow.vllm.secondary_file import secondary_file
+from kvstow.vllm.secondary_file import DISK_KEYS, secondary_file
 
 _OWN: Final = "KVStowConnector"
 _DISK: Final = "KVStowDisk"
 _DISK_MODULE: Final = "kvstow.vllm.secondary_tier"
+_FACTORY_KEYS: Final = ("type", "module_path", "backpressure")  # vLLM's, for each tier
 _SPEC: Final = "TieringOffloadingSpec"
 _MODULES: Final = ("kvstow.vllm", "kvstow.vllm.connector")
+_ENDS: Final = "so a server that runs here stops after it has loaded its weights."
 _FLAGS: Final = {"true", "t", "yes", "y", "on", "1", "false", "f", "no", "n", "off", "0"}
 
 
@@ -144,9 +148,17 @@ def _wrong_disks(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:
             says = f"module_path of {name} is {module!r}, and {_DISK} is in {_DISK_MODULE}."
             yield _Problem("broken", says, f'set "module_path": "{_DISK_MODULE}"')
         try:
-            secondary_file(_DISK, **disk)
+            file = secondary_file(_DISK, **disk)
         except ConfigError as error:
             yield _broken(error, f"correct {name}")
+        else:
+            names = f"the folder of path of {name}", f"max_bytes of {name}"
+            folder = os.path.dirname(file.path) or "."
+            yield from _wrong_folder(names, folder, parse_bytes(file.max_bytes))
+        known = [*DISK_KEYS, *_FACTORY_KEYS]
+        for key in disk:
+            if key not in known:
+                yield _Problem("broken", f"{name} ignores {key!r}.", _meant(key, known))
 
 
 def _broken(error: ConfigError, advice: str) -> _Problem:
@@ -174,22 +186,41 @@ def _wrong_size(options: Options) -> Iterator[_Problem]:
 
 def _not_here(options: Options) -> Iterator[_Problem]:
     """Find folders and files that a server needs and this machine lacks. Opens none."""
-    ends = "so a server that runs here stops after it has loaded its weights."
     folder, version = options.disk_path, options.weights_version_path
-    if folder is not None and not os.path.isdir(folder):
-        says = f"disk_path is {folder!r}, and this user finds no such folder here, {ends}"
-        yield _Problem("missing", says, "create the folder, or name another one")
-    elif folder is not None and options.disk_bytes_to_use is not None:
-        num_bytes, there = options.disk_bytes_to_use, shutil.disk_usage(folder).total
-        if num_bytes > there:
-            says = (
-                f"disk_bytes_to_use is {format_bytes(num_bytes)}, and the file system of "
-                f"{folder} has {format_bytes(there)}, {ends}"
-            )
-            yield _Problem("missing", says, "lower disk_bytes_to_use, or name another disk")
+    if folder is not None:
+        names = "disk_path", "disk_bytes_to_use"
+        yield from _wrong_folder(names, folder, options.disk_bytes_to_use)
     if version is not None and not os.path.isfile(version):
-        says = f"weights_version_path is {version!r}, and this user finds no such file here, {ends}"
+        says = (
+            f"weights_version_path is {version!r}, and this user finds no such file here, {_ENDS}"
+        )
         yield _Problem("missing", says, "write a line that names the weights to this file")
+
+
+def _wrong_folder(names: tuple[str, str], folder: str, num_bytes: int | None) -> Iterator[_Problem]:
+    """Find why this machine cannot have a slot file of so many bytes in a folder.
+
+    Args:
+        names: the keys of the folder and of the bytes.
+        folder: the folder.
+        num_bytes: the bytes; None if they are not known yet.
+    """
+    of_folder, of_bytes = names
+    if not os.path.isdir(folder):
+        says = f"{of_folder} is {folder!r}, and this user finds no such folder here, {_ENDS}"
+        yield _Problem("missing", says, "create the folder, or name another one")
+        return
+    try:
+        check_kind(Files(), folder)
+    except ConfigError as error:
+        why, _, advice = str(error).partition("; ")
+        yield _Problem("missing", f"{of_folder}: {why}, {_ENDS}", advice)
+    if num_bytes is not None and num_bytes > (there := shutil.disk_usage(folder).total):
+        says = (
+            f"{of_bytes} is {format_bytes(num_bytes)}, and the file system of {folder} has "
+            f"{format_bytes(there)}, {_ENDS}"
+        )
+        yield _Problem("missing", says, f"lower {of_bytes}, or name another disk")
 
 
 def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
@@ -203,9 +234,12 @@ def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
             says = f"{name} is an option of kvstow, and it is outside of {WHERE}."
             yield _Problem("broken", says, f'move it into the object "{WHERE}"')
         elif known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
-            yield _Problem("broken", f"vLLM has no key {name!r} in this flag.", hint)
+            yield _Problem("broken", f"vLLM has no key {name!r} in this flag.", _meant(name, known))
+
+
+def _meant(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 
 
 def _wrong_values(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:

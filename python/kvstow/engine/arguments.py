@@ -68,7 +68,8 @@ def checked_names(request_ids: Sequence[str]) -> Sequence[str]:
     given: object = request_ids
     if isinstance(given, list | tuple):
         return request_ids
-    if isinstance(given, set | frozenset) or not isinstance(given, Collection):
+    has_order = isinstance(given, Collection) and not isinstance(given, set | frozenset)
+    if not has_order or getattr(given, "ndim", 1) != 1:
         raise ConfigError(
             f"request_ids is of type {type(given).__name__}, expected a list of request ids: pass "
             "them in the order of their numbers"

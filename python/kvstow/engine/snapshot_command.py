@@ -43,7 +43,7 @@ def info(output: Output, file: Path) -> int:
     result = facts | {"sound": problem is None, "problem": problem}
     output.write(result, lambda: _table(facts, is_sound=problem is None))
     if problem is not None and not output.as_json:
-        click.echo(f"kvstow: {problem}", err=True)
+        click.echo(f"kvstow: {on_one_line(problem)}", err=True)
     return EXIT_OK if problem is None else EXIT_DAMAGED
 
 

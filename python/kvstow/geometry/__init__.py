@@ -1,6 +1,6 @@
 """Bytes of a model's KV, from its `config.json`: per token, per block, and per group as in vLLM.
 
-May import: kvstow._core, kvstow.transfer.
+May import: kvstow._core, kvstow.texts, kvstow.transfer.
 """
 
 from kvstow.geometry.config import ModelConfig, read_config

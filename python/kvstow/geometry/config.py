@@ -22,6 +22,7 @@ from kvstow._core import ConfigError
 from kvstow.geometry.model_types import (
     DEFAULTS,
     FULL_BELOW,
+    LANGUAGE_MODELS,
     LATENT_TYPES,
     ONE_TOKEN_MORE,
     WINDOW_PERIODS,
@@ -168,12 +169,12 @@ def _read_object(path: Path) -> dict[str, object]:
 
 def parse_config(name: str, fields: Mapping[str, object]) -> ModelConfig:
     """Return what a config says; that of the language model if there are several."""
-    inner = fields.get("text_config")
-    if isinstance(inner, dict) and "num_hidden_layers" not in fields:
-        # Transformers names the language model after the whole, unless its own type is given.
-        own_type = {"model_type": f"{fields.get('model_type')}_text"}
-        whole = {key: fields[key] for key in _OF_THE_WHOLE if fields.get(key) is not None}
-        fields = own_type | inner | whole  # vLLM, too, asks the whole first
+    for field in LANGUAGE_MODELS:
+        if isinstance(inner := fields.get(field), dict) and "num_hidden_layers" not in fields:
+            # Transformers names the language model after the whole, unless its own type is given.
+            own_type = {"model_type": f"{fields.get('model_type')}_text"}
+            whole = {key: fields[key] for key in _OF_THE_WHOLE if fields.get(key) is not None}
+            return parse_config(name, own_type | inner | whole)  # vLLM, too, asks the whole first
     return _Fields(name, fields).model()
 
 

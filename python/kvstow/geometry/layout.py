@@ -14,6 +14,7 @@ from typing import Final
 
 from kvstow._core import ChunkedLocal, ConfigError, FullAttention, SlidingWindow, StateSpace
 from kvstow.geometry.config import Kind, ModelConfig, StateSize
+from kvstow.texts import counted
 from kvstow.transfer.arena import slot_stride_bytes
 
 Attention = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
@@ -139,7 +140,8 @@ def lay_out(
         page_tokens = _KERNEL_TOKENS * -(-state_bytes // (_KERNEL_TOKENS * layer_token_bytes))
         block_tokens *= max(1, -(-page_tokens // block_tokens))
         derivation.append(
-            f"recurrent state: {num_layers['state']} layers x {state_bytes:,} bytes per state"
+            f"recurrent state: {counted(num_layers['state'], 'layer')} x {state_bytes:,} bytes per "
+            "state"
             f"{'' if num_ranks == 1 else ' on each rank'}; vLLM makes blocks of {page_tokens:,} "
             f"tokens or more, so that a block has room for a state, here {block_tokens:,}"
         )
@@ -251,7 +253,7 @@ def _attention_text(
     counts = model.num_layers
     layers = sum(counts[kind] for kind in _ATTENTION_NAMES)
     kinds = " and ".join(
-        f"{counts[kind]} layers of {name}"
+        f"{counted(counts[kind], 'layer')} of {name}"
         for kind, name in _ATTENTION_NAMES.items()
         if counts[kind]
     )
@@ -259,10 +261,10 @@ def _attention_text(
     if model.is_latent:
         what = f"{model.head_values} values of a latent"
     else:
-        what = f"{heads} KV heads x {model.head_values // 2} values x 2 (K and V)"
+        what = f"{counted(heads, 'KV head')} x {model.head_values // 2} values x 2 (K and V)"
     ranks = "" if num_ranks == 1 else f" on each of {num_ranks} ranks"
     total = layers * heads * model.head_values * value_bytes
-    value = "1 byte" if value_bytes == 1 else f"{value_bytes} bytes"
+    value = counted(value_bytes, "byte")
     return f"{kinds} x {what} x {value} ({dtype}) = {total:,} bytes per token{ranks}"
 
 

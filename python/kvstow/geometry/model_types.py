@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+# Where a model of several models may have its language model. Qwen's Omni has it in the thinker.
+LANGUAGE_MODELS: Final = ("text_config", "llm_config", "language_config", "thinker_config")
 # Of these models, one of so many layers has full attention and the others a window. Their published
 # configs do not say so.
 WINDOW_PERIODS: Final = {

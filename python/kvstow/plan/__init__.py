@@ -4,7 +4,7 @@ Here lie the reading of several traces as one, the curves, the simulation of wha
 and the command with its reports.
 
 May import: kvstow._core, kvstow.choices, kvstow.engine, kvstow.geometry, kvstow.output,
-kvstow.replay, kvstow.report, kvstow.sizes, kvstow.transfer.
+kvstow.replay, kvstow.report, kvstow.sizes, kvstow.texts, kvstow.transfer.
 """
 
 from kvstow.plan.curves import Curves, knee

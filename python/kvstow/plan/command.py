@@ -33,6 +33,7 @@ from kvstow.replay.source import Source
 from kvstow.replay.times import warn_of_times
 from kvstow.report.picture import draw_png
 from kvstow.sizes import parse_bytes
+from kvstow.texts import on_one_line
 
 
 def _gib_of(text: str) -> float:
@@ -282,7 +283,8 @@ def _warn_of_misfits(made: Plan) -> None:
     for choice in made.choices:
         if choice.misfit:
             click.echo(
-                f"kvstow: {choice.misfit}. vLLM cannot serve this request, but the plan counts it",
+                f"kvstow: {on_one_line(choice.misfit)}. vLLM cannot serve this request, but the "
+                "plan counts it",
                 err=True,
             )
 

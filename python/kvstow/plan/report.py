@@ -22,6 +22,7 @@ from kvstow.plan.advice import (
 from kvstow.plan.curves import Ints
 from kvstow.plan.tiers import GIB, MIB_PER_GIB, Choice, Plan, Tiers
 from kvstow.plan.traces import PlanTrace
+from kvstow.texts import counted, on_one_line
 
 _SECONDS_PER_HOUR: Final = 3600
 _SKETCH_COLUMNS, _SKETCH_ROWS = 60, 8
@@ -258,7 +259,7 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
     ranks = "" if geometry.num_ranks == 1 else f", {geometry.num_ranks} ranks"
     copies = "" if geometry.num_copies == 1 else f", one copy for {geometry.num_copies} ranks"
     num_groups, slot_gib = len(geometry.groups), geometry.host_block_bytes / GIB
-    tokens = f"a block of {geometry.block_tokens:,} tokens takes"
+    tokens = f"a block of {counted(geometry.block_tokens, 'token')} takes"
     slots = f"{tokens} {size(slot_gib)} of the host tier{copies}"
     if num_groups > 1:
         slots = (
@@ -269,10 +270,11 @@ def about(plan: Plan, trace: PlanTrace) -> list[str]:
         padded = geometry.host_block_bytes
         each = "each " if num_groups > 1 else ""
         slots += f", {each}padded from {padded - padding:,} to {padded:,} bytes"
+    names = on_one_line(", ".join(trace.names))
     return [
-        f"{', '.join(trace.names)}: {len(workload.prompts):,} requests in {time}, "
-        f"{workload.num_prompt_tokens:,} prompt tokens{rate}",
-        f"{geometry.name}{ranks}: {geometry.derivation[0]}",
+        f"{names}: {counted(len(workload.prompts), 'request')} in {time}, "
+        f"{counted(workload.num_prompt_tokens, 'prompt token')}{rate}",
+        f"{on_one_line(geometry.name)}{ranks}: {geometry.derivation[0]}",
         *geometry.derivation[1:],
         slots,
         f"saved prefill is that of a server that computes {speed:,.6g} prompt tokens a second: "

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from kvstow._core import ConfigError, hash_tokens
 from kvstow.plan.traces import PlanRequest, PlanTrace
+from kvstow.texts import counted
 
 _ALGORITHM: Final = "xxhash_cbor"
 _FIRST_GENERATED: Final = 1 << 63  # above every id of a trace
@@ -133,7 +134,8 @@ def build_workload(trace: PlanTrace, block_tokens: int) -> Workload:
         generated.append(request.total_tokens // block_tokens - num_full)
     if not any(prompts):
         raise ConfigError(
-            f"no prompt of {', '.join(trace.names)} fills a block of {block_tokens} tokens, so "
+            f"no prompt of {', '.join(trace.names)} fills a block of "
+            f"{counted(block_tokens, 'token')}, so "
             "nothing can be cached: plan for longer prompts or smaller blocks"
         )
     first, last = trace.requests[0], trace.requests[-1]

@@ -4,7 +4,8 @@ Here lie the trace readers, the loop of a continuous-batching engine, the bytes 
 hold, faults, and the command's options and reports.
 
 May import: kvstow._core, kvstow.choices, kvstow.closing, kvstow.engine, kvstow.geometry,
-kvstow.memory, kvstow.output, kvstow.report, kvstow.sizes, kvstow.tiers, kvstow.transfer.
+kvstow.memory, kvstow.output, kvstow.report, kvstow.sizes, kvstow.texts, kvstow.tiers,
+kvstow.transfer.
 """
 
 from pathlib import Path

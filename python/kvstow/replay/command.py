@@ -34,6 +34,7 @@ from kvstow.replay.state import ReplayState
 from kvstow.replay.timeline import Timeline
 from kvstow.replay.times import warn_of_times
 from kvstow.replay.trace import DEFAULT_BLOCK_SIZE, Trace, read_trace
+from kvstow.texts import on_one_line
 
 EXIT_OK, EXIT_CORRUPT, EXIT_INTERRUPTED = 0, 1, 130
 _REFRESH_S = 0.1
@@ -124,7 +125,7 @@ def replay(  # noqa: PLR0913, PLR0917 - one parameter per option
         warn_of_times(found.requests)
         return replace(found, path=BUNDLED_NAME) if trace is None else found
 
-    title = BUNDLED_NAME if trace is None else Source(trace).name
+    title = BUNDLED_NAME if trace is None else on_one_line(Source(trace).name)
     if trace is not None:
         Source(trace).check()
     if options["servers"] is not None:

@@ -15,6 +15,7 @@ from kvstow.replay.model import REFERENCE_BYTES_PER_TOKEN, REFERENCE_MODEL
 from kvstow.replay.trace import Trace
 from kvstow.report import Chart, Series
 from kvstow.report.picture import draw_png
+from kvstow.texts import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -165,7 +166,7 @@ def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row], title: str) -> Table
         return f"{number * trace.block_size * REFERENCE_BYTES_PER_TOKEN / 2**30:,.1f}"
 
     def size(number: int) -> str:
-        return f"{number:,} blocks ({gib(number)} GiB)"
+        return f"{counted(number, 'block')} ({gib(number)} GiB)"
 
     bound = "unbounded" if fleet.shared_blocks is None else size(fleet.shared_blocks)
     table = Table(
@@ -177,7 +178,7 @@ def _table(fleet: Fleet, trace: Trace, rows: Iterable[Row], title: str) -> Table
             "put\nblocks (GiB)",
             "share of\nbusiest",
         ),
-        title=f"{title}: {len(trace.requests):,} requests, {size(fleet.host_blocks)} on "
+        title=f"{title}: {counted(len(trace.requests), 'request')}, {size(fleet.host_blocks)} on "
         f"each host, {fleet.routing}, store {bound}; GiB as in {REFERENCE_MODEL}",
         box=SIMPLE_HEAD,
         title_justify="left",

@@ -28,7 +28,9 @@ MAX_OUTPUT_TOKENS = 2**24
 DEFAULT_BLOCK_SIZE = 512
 _LEAST_NANOSECONDS = 10**18  # since 1970, in 2001
 _MOST_NAMES, _LONGEST_NAME = 8, 40  # of fields in an error
-_TEXTS = frozenset({"prompt", "messages", "text"})  # fields of logs that have no token ids
+_TEXTS = frozenset(
+    {"prompt", "messages", "text", "conversations", "body"}
+)  # fields of logs that have no token ids
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # the first bytes of such a file
 # vLLM puts `(APIServer pid=N) ` before a line, and the journal a host and `PROGRAM[PID]: `.
 _VLLM_LOG = re.compile(rb"^[^{]{0,200}?\b(DEBUG|INFO|WARNING|ERROR) \d\d-\d\d \d\d:\d\d:\d\d \[")

@@ -159,7 +159,7 @@ def _reported(
     result = {"path": path} | facts | {"sound": problem is None, "problem": problem}
     output.write(result, lambda: _table(path, facts, is_sound=problem is None))
     if problem is not None and not output.as_json:
-        click.echo(f"kvstow: {problem}", err=True)
+        click.echo(f"kvstow: {on_one_line(problem)}", err=True)
     return EXIT_OK if problem is None else EXIT_DAMAGED
 
 
@@ -183,7 +183,7 @@ def _cut(found: Inspection) -> str | None:
 
 def _table(path: str, facts: Mapping[str, object], *, is_sound: bool) -> Table:
     table = Table("", "", box=SIMPLE_HEAD, show_header=False)
-    table.add_row("path", path)
+    table.add_row("path", on_one_line(path))
     for name, value in facts.items():
         if isinstance(value, dict):
             for own, text in value.items():

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -79,10 +80,22 @@ class Fingerprint:
     fields: Mapping[str, str | int]
 
     def __post_init__(self) -> None:
-        """Raise `ConfigError` if the fields do not fit in the header of a file."""
-        if len(self.text.encode()) > MAX_FINGERPRINT_TEXT_BYTES:
+        """Raise `ConfigError` if the fields are no such mapping, or too long for a header."""
+        fields: object = self.fields
+        if not isinstance(fields, Mapping) or not all(isinstance(name, str) for name in fields):
             raise ConfigError(
-                f"the fingerprint has {len(self.text.encode())} bytes of text, at most "
+                f"fields is {reprlib.repr(fields)}; pass a dict of names and values, such as "
+                '{"model": "llama", "block_size": 16}'
+            )
+        try:
+            num_bytes = len(self.text.encode())
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"a value of fields is no str or int ({error}); pass one of these for each name"
+            ) from error
+        if num_bytes > MAX_FINGERPRINT_TEXT_BYTES:
+            raise ConfigError(
+                f"the fingerprint has {num_bytes} bytes of text, at most "
                 f"{MAX_FINGERPRINT_TEXT_BYTES} are allowed; pass a digest of what is long"
             )
 

@@ -51,7 +51,10 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
 _NEW = _FLAGS | os.O_CREAT | os.O_EXCL
 _IN_MEMORY = {"tmpfs", "ramfs", "hugetlbfs"}
 _NETWORK = {
-    "nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse",
+    "afs", "beegfs", "ceph", "cifs", "coda", "gpfs", "lustre", "nfs", "nfs4", "pvfs2", "smb3",
+    "smbfs", "wekafs", "fuse.blobfuse2", "fuse.ceph", "fuse.ceph-fuse", "fuse.gcsfuse",
+    "fuse.geesefs", "fuse.glusterfs", "fuse.goofys", "fuse.juicefs", "fuse.rclone", "fuse.s3fs",
+    "fuse.sshfs",
 }  # fmt: skip
 _PROBE_BYTES = 4096
 
@@ -204,8 +207,12 @@ def _check_file(name: str, found: os.stat_result, of_folder: os.stat_result) -> 
         )
 
 
-def _check_file_system(files: Files, folder: str, max_bytes: int) -> None:
-    """Refuse a file system that is no local disk, or too small."""
+def check_kind(files: Files, folder: str) -> None:
+    """Refuse a file system that is memory, or whose bytes lie on other machines.
+
+    Raises:
+        ConfigError: the folder is on such a file system.
+    """
     kind = files.file_system(folder)
     if kind in _IN_MEMORY:
         raise ConfigError(
@@ -216,6 +223,11 @@ def _check_file_system(files: Files, folder: str, max_bytes: int) -> None:
         raise ConfigError(
             f"{folder} is on {kind}, where a lock or a call may hang; pass a path on a local disk"
         )
+
+
+def _check_file_system(files: Files, folder: str, max_bytes: int) -> None:
+    """Refuse a file system that is no local disk, or too small."""
+    check_kind(files, folder)
     total, _ = files.space(folder)
     if max_bytes > total:
         raise ConfigError(

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvstow._core import ConfigError, TransferError
 from kvstow.output import Output
+from kvstow.texts import counted
 from kvstow.tiers.resp import Credentials, Security
 from kvstow.tiers.shared_keys import count_blocks, delete_blocks, is_mooncake, namespace_of
 
@@ -79,7 +80,7 @@ def drop_blocks(output: Output, url: str, fingerprint: str | None, files: Mappin
     namespace = namespace_of(fingerprint)
     num = _asked(lambda: delete_blocks(url, namespace, **store_access(files)))
     result = {"url": url, "fingerprint": fingerprint, "dropped_blocks": num}
-    output.write(result, lambda: f"{num:,} blocks dropped\n")
+    output.write(result, lambda: f"{counted(num, 'block')} dropped\n")
     return 0
 
 

@@ -23,6 +23,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import operator
 import os
 from collections.abc import Callable, Collection
 
@@ -124,6 +125,7 @@ class HostArena(Closing):
                 f"num_slots is {self._num_slots}, not a multiple of slots_per_run "
                 f"({self._slots_per_run}); pass the slots of whole runs"
             )
+        _check_source(file, shared)
         self._slot_stride_bytes = slot_stride_bytes(self._slot_bytes, self._slots_per_run)
         self._map = self._map_memory(file, shared)
         _keep_private(self._map)
@@ -340,6 +342,19 @@ def slots_of_runs(runs: npt.NDArray[np.integer], slots_per_run: int) -> npt.NDAr
 def shared_bytes(num_slots: int, slot_bytes: int, slots_per_run: int = 1) -> int:
     """Return the bytes of shared memory for an arena: its slots and their checksums."""
     return num_slots * (slot_stride_bytes(slot_bytes, slots_per_run) + _SUM_BYTES_PER_SLOT)
+
+
+def _check_source(file: object, shared: object) -> None:
+    """Refuse what names no file, and what is no memory of several processes."""
+    if file is not None:
+        try:
+            _, _ = map(operator.index, file)  # type: ignore[call-overload]
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"file is {file!r}; pass a descriptor and an offset, such as (3, 4096)"
+            ) from None
+    if shared is not None and not isinstance(shared, SharedMemory):
+        raise ConfigError(f"shared is {shared!r}; pass what SharedMemory.create or open returns")
 
 
 def _keep_private(memory: mmap.mmap) -> None:

@@ -13,6 +13,7 @@ apply. The memory goes with its last mapping, whichever process ends first.
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import dataclass
 from typing import Self
@@ -55,9 +56,11 @@ class SharedMemory(Closing):
         try:
             memory = cls(os.memfd_create("kvstow-host-tier"), is_creator=True)
         except (OSError, AttributeError) as error:
+            way_out = "allow memfd_create in the container's seccomp profile"
+            if getattr(error, "errno", None) in {errno.EMFILE, errno.ENFILE}:
+                way_out = "raise the limit of open files (ulimit -n, or fs.file-max of the system)"
             raise StateError(
-                f"the system refused memory that several processes map ({error}); allow "
-                "memfd_create in the container's seccomp profile"
+                f"the system refused memory that several processes map ({error}); {way_out}"
             ) from error
         try:
             os.ftruncate(memory.descriptor, num_bytes)

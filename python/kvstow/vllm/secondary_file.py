@@ -12,6 +12,16 @@ from kvstow.transfer import TransferTimeout
 
 logger = logging.getLogger("vllm." + __name__)
 
+DISK_KEYS: Final = (
+    "path",
+    "max_bytes",
+    "on_mismatch",
+    "num_threads",
+    "weights_version_path",
+    "enable_kv_events",
+    "locality",
+)
+"""The keys that a `KVStowDisk` takes, beside those of vLLM."""
 # A sync that hangs must not hold up vLLM's scheduler for ever.
 _RENEWAL_S: Final = 10.0
 
