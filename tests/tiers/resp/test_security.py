@@ -161,6 +161,31 @@ def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_bloc
         listener.shutdown(socket.SHUT_RDWR)
 
 
+def refuse_other_machines(listener: socket.socket) -> None:
+    """Serve as Redis in protected mode: it refuses before the first command, and closes."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"-DENIED Redis is running in protected mode because\r\n")
+
+
+@pytest.mark.parametrize("form", ["redis://{}", "redis+cluster://{}", "redis+sentinel://{}/kv"])
+@pytest.mark.parametrize("login", [Credentials(), Credentials("default", "open-sesame")])
+def test_a_server_in_protected_mode_is_named_as_one(
+    arena: HostArena, form: str, login: Credentials
+) -> None:
+    """Else the error is "Broken pipe": redis-py takes the refusal for one of CLIENT SETINFO."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=refuse_other_machines, args=[listener], daemon=True).start()
+        url = form.format(f"127.0.0.1:{listener.getsockname()[1]}")
+        with patient(arena, url, NAMESPACE, credentials=login) as tier:
+            assert "the server is in protected mode" in str(
+                answered(tier.put(blocks(0), [0])).error
+            )
+        listener.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.mark.parametrize("path", [3, b"file", "a\0b", "\ud800"])
 def test_path_that_can_name_no_file_is_refused(arena: HostArena, path: Any) -> None:
     with pytest.raises(ConfigError, match=r"password_file is .*; pass the name of a file"):

@@ -18,6 +18,10 @@ OF_CLUSTER: Final = (
     "it belongs to a cluster, and has only a part of the keys: begin the URL with redis+cluster, "
     "or rediss+cluster for TLS"
 )
+_PROTECTED: Final = (
+    "the server is in protected mode, and takes connections of its own machine alone: give its "
+    "default user a password, or set protected-mode no in a private network"
+)
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
 _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
 # What the servers say, in the order in which it is looked for.
@@ -31,6 +35,7 @@ _FIXES: Final = (
         f"the server refused the login: check {USERNAME_VARIABLE}, and {PASSWORD_VARIABLE} or the "
         "password file",
     ),
+    ("DENIED", _PROTECTED),
     ("NOPERM", ACCESS),
     ("permissions to", ACCESS),  # redis-py removes the code
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
@@ -67,4 +72,6 @@ def _why_no_master(error: NoMaster) -> str:
             f"Sentinel refused the login: set {PASSWORD_VARIABLE}, or name a password file, with a "
             "password that Sentinel and the servers have in common (`requirepass`)"
         )
+    if any("DENIED" in str(one) for one in error.errors):
+        return _PROTECTED
     return f"{error} ({', '.join(sorted(names))}): {_SENTINEL}"
