@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
 from tests.tiers.resp.small import patient
-from tests.tiers.resp.tls import Authority, TlsServer
+from tests.tiers.resp.tls import Authority, TlsServer, encrypt
 from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
 from kvstow import ConfigError, TransferError
@@ -91,6 +92,29 @@ def test_a_certificate_that_does_not_verify_is_refused(
             assert f"127.0.0.1:{server.port}: {message}" in str(ticket.error)
             assert "name the file of the authority that signed it" in str(ticket.error)
         assert plain.command("DBSIZE") == b":0\r\n"
+
+
+def test_a_key_that_has_a_password_now_asks_no_terminal(
+    tmp_path: Path, arena: HostArena, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would wait there for ever, and the job would keep its host slots."""
+    load = ssl.SSLContext.load_cert_chain
+    passwords: list[str | None] = []
+
+    def load_and_note(
+        context: ssl.SSLContext, certfile: str, keyfile: str, password: str | None = None
+    ) -> None:
+        passwords.append(password)
+        load(context, certfile, keyfile, password or "")
+
+    with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
+        url, files = f"rediss://127.0.0.1:{server.port}", authority.issue("a-client")
+        security = Security(authority.ca_file, *files)
+        with patient(arena, url, NAMESPACE, security=security) as tier:
+            encrypt(files[1])
+            monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_and_note)
+            assert answered(tier.put(BLOCKS, range(20))).error is not None
+    assert passwords and None not in passwords
 
 
 def test_a_server_without_tls_is_named_as_one(tmp_path: Path, arena: HostArena) -> None:

@@ -82,6 +82,19 @@ class Authority:
         return encoded
 
 
+def encrypt(file: str) -> None:
+    """Give the key in a file a password."""
+    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+
+    key = serialization.load_pem_private_key(Path(file).read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"open-sesame"),
+    )
+    Path(file).write_bytes(locked)
+
+
 class TlsServer:
     """Speaks TLS on a port of its own, and passes the bytes on to a plain server.
 

@@ -158,6 +158,8 @@ class Nodes:
                 "ssl_ca_certs": security.ca_file,
                 "ssl_certfile": security.certificate_file,
                 "ssl_keyfile": security.key_file,
+                # For the password of a key that was replaced, OpenSSL would ask the terminal.
+                "ssl_password": "",
                 "ssl_cert_reqs": "required",
                 "ssl_check_hostname": True,
             }
