@@ -102,11 +102,16 @@ class TlsServer:
         port: where it listens.
     """
 
-    def __init__(self, target_port: int, files: tuple[str, str]) -> None:
-        """Begin to listen, with a certificate and its key."""
+    def __init__(
+        self, target_port: int, files: tuple[str, str], client_ca_file: str | None = None
+    ) -> None:
+        """Begin to listen, with a certificate and its key. With a CA, clients need one, too."""
         self._target_port = target_port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(*files)
+        if client_ca_file is not None:
+            self._context.load_verify_locations(client_ca_file)
+            self._context.verify_mode = ssl.CERT_REQUIRED
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = self._loop.run_until_complete(
