@@ -9,9 +9,10 @@
 A cluster or Sentinel is asked again after an error, at most once a second. The server of the URL
 that answered last is asked first, but before it one that has named another server for a key: the
 others may not know yet that a slot has moved. A server that has failed itself is asked last: one
-that is cut off from its cluster still names the servers of before. If none of the URL answers, the
-servers of the cluster are asked that were known last. One that hangs has only its share of the
-time, so that the others are asked too.
+that is cut off from its cluster still names the servers of before. The URL may have another name
+for it. So the one that named it is asked last, too, if it says that the cluster is down. If none of
+the URL answers, the servers of the cluster are asked that were known last. One that hangs has only
+its share of the time, so that the others are asked too.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ class Nodes:
         self._is_doubted, self._asked_s = False, 0.0
         self._knows_better: list[Node] = []
         self._failed: frozenset[Node] = frozenset()
+        self._told_by: Node | None = None
         self.known: Topology | None = None
         if address.kind == "servers":
             owner = _by_rendezvous(address.nodes) if len(address.nodes) > 1 else None
@@ -212,17 +214,26 @@ class Nodes:
 
     # -- which server has a key ----------------------------------------------------------------
 
-    def doubt(self, *, knows_better: Node | None = None, failed: Node | None = None) -> None:
+    def doubt(
+        self,
+        *,
+        knows_better: Node | None = None,
+        failed: Node | None = None,
+        is_down: bool = False,
+    ) -> None:
         """Let the cluster or Sentinel be asked again, as a server did not do what they said.
 
         Args:
             knows_better: the server of the cluster that has named another one for a key.
             failed: the server that has failed.
+            is_down: whether it says that the cluster is down.
         """
         if knows_better is not None:
             self._knows_better = [knows_better]
         if failed is not None and self.address.kind == "cluster":
             self._failed |= {failed}
+            if is_down and self._told_by is not None:
+                self._failed |= {self._told_by}
         self._is_doubted = self.address.kind != "servers"
 
     @property
@@ -292,6 +303,7 @@ class Nodes:
         if node in self._sources:
             self._sources.rotate(-self._sources.index(node))
         self._failed -= failed
+        self._told_by = node
 
     def _ask_one(self, node: Node, options: dict[str, Any], limit_s: float) -> Topology | None:
         """Return what one server of the URL says, or None if it knows no master."""

@@ -382,7 +382,8 @@ class _Connections:
 
     def _failed(self, call: _Call, error: Exception) -> None:
         self._drop(call.node)
-        self._tier.nodes.doubt(failed=call.node)
+        is_down = isinstance(error, Refusal) and error.code == "CLUSTERDOWN"
+        self._tier.nodes.doubt(failed=call.node, is_down=is_down)
         self._tier.health.failed(error, call.node, call.kind)
 
     def _succeeded(self, call: _Call) -> None:
