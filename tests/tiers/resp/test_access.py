@@ -12,12 +12,13 @@ from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
 from tests.tiers.resp.small import patient
+from tests.tiers.resp.tls import Authority, TlsServer
 from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
 from kvstow import ConfigError, TransferError
 from kvstow.tiers import SharedStore
 from kvstow.tiers.breaker import Breaker
-from kvstow.tiers.resp import Credentials, RespTier
+from kvstow.tiers.resp import Credentials, RespTier, Security
 from kvstow.tiers.shared_keys import count_blocks
 from kvstow.transfer import HostArena
 
@@ -125,3 +126,32 @@ def test_a_password_file_that_is_empty_at_the_start_is_read_again(
             assert "asks for a password" in str(answered(tier.contains(BLOCKS)).error)
             file.write_text("open-sesame\n")
             assert answered(tier.put(BLOCKS, range(NUM_SLOTS))).ok.all()
+
+
+@pytest.mark.parametrize("form", ["{}://127.0.0.1:{}", "{}+sentinel://127.0.0.1:{}/kv"])
+@pytest.mark.parametrize(
+    ("scheme", "has_ca", "message"),
+    [
+        (
+            "redis",
+            False,
+            "it ended the connection before the first command: see whether it wants T",
+        ),
+        (
+            "rediss",
+            True,
+            "it ended the connection before the first command: see whether it wants T",
+        ),
+        ("rediss", False, "its certificate does not verify"),
+    ],
+)
+def test_a_server_with_tls_that_ends_the_login_is_named_as_one(
+    tmp_path: Path, arena: HostArena, form: str, scheme: str, has_ca: bool, message: str
+) -> None:
+    """It also wants a certificate of this side, as Redis does unless it is told otherwise."""
+    authority = Authority(tmp_path)
+    files = authority.issue("127.0.0.1")
+    with Server(tmp_path) as plain, TlsServer(plain.port, files, authority.ca_file) as server:
+        url, security = form.format(scheme, server.port), Security(authority.ca_file)
+        with patient(arena, url, NAMESPACE, security=security if has_ca else None) as tier:
+            assert message in str(answered(tier.put(BLOCKS, range(NUM_SLOTS))).error)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.tiers.resp.tls import Authority
+from tests.tiers.resp.tls import Authority, encrypt
 
 from kvstow import ConfigError
 from kvstow.tiers import SharedStore
@@ -84,14 +84,6 @@ def test_a_key_with_a_password_is_refused_and_asks_for_none(tmp_path: Path) -> N
     authority, address = Authority(tmp_path), Address.parse("rediss://host")
     certificate, key = authority.issue("client")
     Security(authority.ca_file, certificate, key).check(address)
-    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
-
-    opened = serialization.load_pem_private_key(Path(key).read_bytes(), None)
-    locked = opened.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.BestAvailableEncryption(b"open-sesame"),
-    )
-    Path(key).write_bytes(locked)
+    encrypt(key)
     with pytest.raises(ConfigError, match=r"TLS cannot use .*: name .* without a password"):
         Security(authority.ca_file, certificate, key).check(address)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from tests.tiers.resp.server import Server, free_port, num_connections, sentinel
 from tests.tiers.resp.small import patient
-from tests.tiers.resp.tls import Authority, TlsServer
+from tests.tiers.resp.tls import Authority, TlsServer, encrypt
 from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
 from kvstow import ConfigError, TransferError
@@ -93,6 +94,29 @@ def test_a_certificate_that_does_not_verify_is_refused(
         assert plain.command("DBSIZE") == b":0\r\n"
 
 
+def test_a_key_that_has_a_password_now_asks_no_terminal(
+    tmp_path: Path, arena: HostArena, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would wait there for ever, and the job would keep its host slots."""
+    load = ssl.SSLContext.load_cert_chain
+    passwords: list[str | None] = []
+
+    def load_and_note(
+        context: ssl.SSLContext, certfile: str, keyfile: str, password: str | None = None
+    ) -> None:
+        passwords.append(password)
+        load(context, certfile, keyfile, password or "")
+
+    with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
+        url, files = f"rediss://127.0.0.1:{server.port}", authority.issue("a-client")
+        security = Security(authority.ca_file, *files)
+        with patient(arena, url, NAMESPACE, security=security) as tier:
+            encrypt(files[1])
+            monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", load_and_note)
+            assert answered(tier.put(BLOCKS, range(20))).error is not None
+    assert passwords and None not in passwords
+
+
 def test_a_server_without_tls_is_named_as_one(tmp_path: Path, arena: HostArena) -> None:
     with Server(tmp_path) as plain:
         url = f"rediss://127.0.0.1:{plain.port}"
@@ -158,6 +182,31 @@ def test_a_forgotten_login_is_named_if_the_server_closes_in_the_middle_of_a_bloc
             ticket = answered(tier.put(blocks(0), [0]))
             assert not ticket.ok.any()
             assert "the server asks for a password: set KVSTOW_SHARED_USER" in str(ticket.error)
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def refuse_other_machines(listener: socket.socket) -> None:
+    """Serve as Redis in protected mode: it refuses before the first command, and closes."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"-DENIED Redis is running in protected mode because\r\n")
+
+
+@pytest.mark.parametrize("form", ["redis://{}", "redis+cluster://{}", "redis+sentinel://{}/kv"])
+@pytest.mark.parametrize("login", [Credentials(), Credentials("default", "open-sesame")])
+def test_a_server_in_protected_mode_is_named_as_one(
+    arena: HostArena, form: str, login: Credentials
+) -> None:
+    """Else the error is "Broken pipe": redis-py takes the refusal for one of CLIENT SETINFO."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=refuse_other_machines, args=[listener], daemon=True).start()
+        url = form.format(f"127.0.0.1:{listener.getsockname()[1]}")
+        with patient(arena, url, NAMESPACE, credentials=login) as tier:
+            assert "the server is in protected mode" in str(
+                answered(tier.put(blocks(0), [0])).error
+            )
         listener.shutdown(socket.SHUT_RDWR)
 
 

@@ -304,6 +304,26 @@ def test_a_server_of_the_url_that_learns_of_no_move_is_not_asked_alone(
 
 
 @pytest.mark.usefixtures("_asks_at_once")
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_that_is_cut_off_from_its_cluster_is_asked_last(
+    small_arena: HostArena, stack: ExitStack, host: str, *, is_alone: bool
+) -> None:
+    """It still names itself, although the others have given its slots to its replica."""
+    cut_off, other = cluster_of(stack, range(8192), range(8192, 16384))
+    new = stack.enter_context(Simulated())
+    answer = slots_of((range(8192), new), (range(8192, 16384), other))
+    url = f"redis+cluster://{host}:{cut_off.port}"
+    with opened(small_arena, url if is_alone else f"{url},127.0.0.1:{other.port}") as tier:
+        assert put(tier).ok.all()
+        refuse(cut_off, [b"SET"], b"CLUSTERDOWN The cluster is down")
+        other.override = lambda words, _: answer if words[0] == b"CLUSTER" else None
+        assert not put(tier).ok.all()
+        assert put(tier).ok.all()
+        assert tier.nodes._sources[0].port == (cut_off if is_alone else other).port
+
+
+@pytest.mark.usefixtures("_asks_at_once")
 def test_the_other_servers_are_asked_if_those_of_the_url_are_gone(
     small_arena: HostArena, stack: ExitStack
 ) -> None:

@@ -82,6 +82,19 @@ class Authority:
         return encoded
 
 
+def encrypt(file: str) -> None:
+    """Give the key in a file a password."""
+    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+
+    key = serialization.load_pem_private_key(Path(file).read_bytes(), None)
+    locked = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"open-sesame"),
+    )
+    Path(file).write_bytes(locked)
+
+
 class TlsServer:
     """Speaks TLS on a port of its own, and passes the bytes on to a plain server.
 
@@ -89,11 +102,16 @@ class TlsServer:
         port: where it listens.
     """
 
-    def __init__(self, target_port: int, files: tuple[str, str]) -> None:
-        """Begin to listen, with a certificate and its key."""
+    def __init__(
+        self, target_port: int, files: tuple[str, str], client_ca_file: str | None = None
+    ) -> None:
+        """Begin to listen, with a certificate and its key. With a CA, clients need one, too."""
         self._target_port = target_port
         self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         self._context.load_cert_chain(*files)
+        if client_ca_file is not None:
+            self._context.load_verify_locations(client_ca_file)
+            self._context.verify_mode = ssl.CERT_REQUIRED
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = self._loop.run_until_complete(

@@ -12,6 +12,8 @@ from typing import Any, Final
 _STEPS: Final = 4
 # No answer to these is longer than a line.
 _MAX_BYTES: Final = 64 << 10
+# What a server in protected mode says to a connection of another machine, before it closes it.
+_DENIED: Final = b"-DENIED"
 
 
 class _Bounded:
@@ -21,6 +23,7 @@ class _Bounded:
         self._own, self._limit_s = own, limit_s
         self._until_s = time.monotonic() + _STEPS * limit_s
         self._num_left: float = _MAX_BYTES
+        self.is_denied = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -28,13 +31,13 @@ class _Bounded:
     def recv(self, num_bytes: int) -> bytes:
         self._let_wait()
         received = self._own.recv(num_bytes)
-        self._count(len(received))
+        self._count(received)
         return received
 
     def recv_into(self, buffer: bytearray) -> int:  # if hiredis is installed
         self._let_wait()
         num_bytes = self._own.recv_into(buffer)
-        self._count(num_bytes)
+        self._count(memoryview(buffer)[:num_bytes])
         return num_bytes
 
     def end_login(self) -> None:
@@ -50,8 +53,9 @@ class _Bounded:
             raise TimeoutError("the server did not answer in time")
         self._own.settimeout(min(left_s, self._limit_s))
 
-    def _count(self, num_bytes: int) -> None:
-        self._num_left -= num_bytes
+    def _count(self, received: bytes | memoryview) -> None:
+        self.is_denied |= bytes(received[: len(_DENIED)]) == _DENIED
+        self._num_left -= len(received)
         if self._num_left < 0:
             raise ValueError("the server answers a login with more than 64 KiB")
 
@@ -72,6 +76,8 @@ def log_in_within(limit_s: float) -> Callable[[Any], None]:
         try:
             connection.on_connect()
         except Exception as error:
+            if bounded.is_denied:  # redis-py takes it for an answer to CLIENT SETINFO
+                error.args = ("DENIED by the protected mode of the server",)
             _hide_password(error, connection.credential_provider)
             raise
         else:

@@ -8,9 +8,11 @@
 
 A cluster or Sentinel is asked again after an error, at most once a second. The server of the URL
 that answered last is asked first, but before it one that has named another server for a key: the
-others may not know yet that a slot has moved. If none of the URL answers, the servers of the
-cluster are asked that were known last. One that hangs has only its share of the time, so that the
-others are asked too.
+others may not know yet that a slot has moved. A server that has failed itself is asked last: one
+that is cut off from its cluster still names the servers of before. The URL may have another name
+for it. So the one that named it is asked last, too, if it says that the cluster is down. If none of
+the URL answers, the servers of the cluster are asked that were known last. One that hangs has only
+its share of the time, so that the others are asked too.
 """
 
 from __future__ import annotations
@@ -139,6 +141,8 @@ class Nodes:
         self._lock = threading.Lock()
         self._is_doubted, self._asked_s = False, 0.0
         self._knows_better: list[Node] = []
+        self._failed: frozenset[Node] = frozenset()
+        self._told_by: Node | None = None
         self.known: Topology | None = None
         if address.kind == "servers":
             owner = _by_rendezvous(address.nodes) if len(address.nodes) > 1 else None
@@ -156,6 +160,8 @@ class Nodes:
                 "ssl_ca_certs": security.ca_file,
                 "ssl_certfile": security.certificate_file,
                 "ssl_keyfile": security.key_file,
+                # For the password of a key that was replaced, OpenSSL would ask the terminal.
+                "ssl_password": "",
                 "ssl_cert_reqs": "required",
                 "ssl_check_hostname": True,
             }
@@ -208,14 +214,26 @@ class Nodes:
 
     # -- which server has a key ----------------------------------------------------------------
 
-    def doubt(self, knows_better: Node | None = None) -> None:
+    def doubt(
+        self,
+        *,
+        knows_better: Node | None = None,
+        failed: Node | None = None,
+        is_down: bool = False,
+    ) -> None:
         """Let the cluster or Sentinel be asked again, as a server did not do what they said.
 
         Args:
             knows_better: the server of the cluster that has named another one for a key.
+            failed: the server that has failed.
+            is_down: whether it says that the cluster is down.
         """
         if knows_better is not None:
             self._knows_better = [knows_better]
+        if failed is not None and self.address.kind == "cluster":
+            self._failed |= {failed}
+            if is_down and self._told_by is not None:
+                self._failed |= {self._told_by}
         self._is_doubted = self.address.kind != "servers"
 
     @property
@@ -253,19 +271,22 @@ class Nodes:
         is_cluster = self.address.kind == "cluster"
         more = self.known.servers if is_cluster and self.known is not None else ()
         first, self._knows_better = self._knows_better, []
+        failed = self._failed
         num_left = len(self._asking_options) * len({*first, *self._sources, *more})
         for options in self._asking_options:
             if options is not self._asking_options[0]:
                 if not any(isinstance(error, self._wants_login) for error in errors):
                     break
                 errors.clear()
-            for node in dict.fromkeys([*first, *self._sources, *more]):
+            nodes = dict.fromkeys([*first, *self._sources, *more])
+            for node in sorted(nodes, key=failed.__contains__):
                 left_s = until_s - time.monotonic()
                 if errors and left_s <= 0:  # the next job begins with this one
                     break
                 try:
                     limit_s = max(left_s / num_left, _MIN_CONNECT_S)
                     if (found := self._ask_one(node, options, limit_s)) is not None:
+                        self._answered(node, failed)
                         return found
                 except self.errors as error:
                     errors.append(error)
@@ -276,6 +297,13 @@ class Nodes:
             if isinstance(one, Refusal) or is_cluster:
                 raise one
         raise NoMaster(self.address.service, errors)
+
+    def _answered(self, node: Node, failed: frozenset[Node]) -> None:
+        """Ask a server of the URL first from now on. Those that had failed are forgiven."""
+        if node in self._sources:
+            self._sources.rotate(-self._sources.index(node))
+        self._failed -= failed
+        self._told_by = node
 
     def _ask_one(self, node: Node, options: dict[str, Any], limit_s: float) -> Topology | None:
         """Return what one server of the URL says, or None if it knows no master."""

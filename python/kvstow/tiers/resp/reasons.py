@@ -18,6 +18,16 @@ OF_CLUSTER: Final = (
     "it belongs to a cluster, and has only a part of the keys: begin the URL with redis+cluster, "
     "or rediss+cluster for TLS"
 )
+_PROTECTED: Final = (
+    "the server is in protected mode, and takes connections of its own machine alone: give its "
+    "default user a password, or set protected-mode no in a private network"
+)
+_ENDED: Final = (
+    "it ended the connection before the first command: see whether it wants TLS (rediss://) or a "
+    "certificate of this side, or is a proxy that refuses CLIENT"
+)
+# What redis-py and OpenSSL say of it. `wire` has other words.
+_ENDS: Final = ("Connection closed by server", "while reading from", "while writing to", "_ALERT_")
 _LOGIN: Final = f"set {USERNAME_VARIABLE} and {PASSWORD_VARIABLE}, or name a password file"
 _SENTINEL: Final = "name the hosts and ports of Sentinel in the URL, not those of the servers"
 # What the servers say, in the order in which it is looked for.
@@ -31,6 +41,7 @@ _FIXES: Final = (
         f"the server refused the login: check {USERNAME_VARIABLE}, and {PASSWORD_VARIABLE} or the "
         "password file",
     ),
+    ("DENIED", _PROTECTED),
     ("NOPERM", ACCESS),
     ("permissions to", ACCESS),  # redis-py removes the code
     ("SENTINEL", f"it is no Sentinel: {_SENTINEL}"),
@@ -42,6 +53,11 @@ def reason(error: BaseException) -> str:
     """Return what is wrong, and what to do about it where that is known."""
     if isinstance(error, NoMaster):
         return _why_no_master(error)
+    return _known(error) or on_one_line(str(error), MOST_OF_AN_ERROR)
+
+
+def _known(error: BaseException) -> str | None:
+    """Return what is wrong and what to do about it, or None if that is not known."""
     for cause in causes(error):
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (
@@ -51,8 +67,9 @@ def reason(error: BaseException) -> str:
         if "handshake operation timed out" in str(cause):
             return "it does not answer the TLS handshake: for a server without TLS, use redis://"
     text = str(error)
-    shown = on_one_line(text, MOST_OF_AN_ERROR)
-    return next((fix for sign, fix in _FIXES if sign in text), shown)
+    if any(sign in text for sign in _ENDS):
+        return f"{_ENDED} ({on_one_line(text, MOST_OF_AN_ERROR)})"
+    return next((fix for sign, fix in _FIXES if sign in text), None)
 
 
 def _why_no_master(error: NoMaster) -> str:
@@ -67,4 +84,5 @@ def _why_no_master(error: NoMaster) -> str:
             f"Sentinel refused the login: set {PASSWORD_VARIABLE}, or name a password file, with a "
             "password that Sentinel and the servers have in common (`requirepass`)"
         )
-    return f"{error} ({', '.join(sorted(names))}): {_SENTINEL}"
+    known = next(filter(None, map(_known, error.errors)), None)
+    return known or f"{error} ({', '.join(sorted(names))}): {_SENTINEL}"

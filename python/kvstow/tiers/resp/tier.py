@@ -361,7 +361,7 @@ class _Connections:
         except Refusal as refusal:
             why = reason(refusal)
             if refusal.code == "MOVED":
-                self._tier.nodes.doubt(call.node)
+                self._tier.nodes.doubt(knows_better=call.node)
                 if self._tier.address.kind == "servers":
                     self._tier.health.lacks_keys(call.node)
                     why = OF_CLUSTER
@@ -382,7 +382,8 @@ class _Connections:
 
     def _failed(self, call: _Call, error: Exception) -> None:
         self._drop(call.node)
-        self._tier.nodes.doubt()
+        is_down = isinstance(error, Refusal) and error.code == "CLUSTERDOWN"
+        self._tier.nodes.doubt(failed=call.node, is_down=is_down)
         self._tier.health.failed(error, call.node, call.kind)
 
     def _succeeded(self, call: _Call) -> None:
