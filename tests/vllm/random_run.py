@@ -18,6 +18,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from tests.vllm.engine import (
     BLOCK_SIZE,
     TOLERANCE,
@@ -99,8 +100,16 @@ class Session:
 class Run:
     """Random operations on one engine."""
 
-    def __init__(self, engine: Engine, reference: Reference, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        reference: Reference,
+        seed: int,
+        embeddings: torch.Tensor | None = None,
+    ) -> None:
+        """With `embeddings`, one for each token, prompts are embeddings, too."""
         self.engine = engine
+        self.embeddings = embeddings
         self.llm = engine.llm.llm_engine
         self.reference = reference
         self.seed = seed
@@ -222,11 +231,30 @@ class Run:
             more["extra_args"] = {"kv_transfer_params": {"kvstow": hint}}
         name = self.llm.add_request(
             f"{self.seed}-{next(_numbers)}",
-            {"prompt_token_ids": prompt, **salt},
+            {**self._given(prompt), **salt},
             greedy(num_tokens, **more),
             priority=self.dice.choice(self.priorities),
         )
         self.asked[name] = self._ask(prompt, num_tokens)
+
+    def _given(self, prompt: list[int]) -> dict[str, Any]:
+        """Return a prompt as tokens, as their embeddings, or as both by turns."""
+        kind = self.dice.choice(["tokens", "tokens", "embeddings", "both"])
+        if self.embeddings is None or kind == "tokens":
+            return {"prompt_token_ids": prompt}
+        self.counts[kind] += 1
+        embeddings = self.embeddings[torch.tensor(prompt)]
+        if kind == "embeddings":
+            return {"prompt_embeds": embeddings}
+        is_token = [at % 3 == 0 for at in range(len(prompt))]
+        embeddings[::3] = 0.0  # as vLLM's server gives them
+        return {
+            "prompt_embeds": embeddings,
+            "prompt_token_ids": [
+                token if is_it else 7 for token, is_it in zip(prompt, is_token, strict=True)
+            ],
+            "prompt_is_token_ids": is_token,
+        }
 
     def begin(self) -> None:
         """Begin a session with its first chunk."""

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tests.tiers.damage import all_proven
 from tests.vllm import models
 from tests.vllm.engine import Engine
@@ -43,6 +45,8 @@ MODELS: dict[str, tuple[dict[str, object], int]] = {
 }
 # vLLM's CPU engine cannot run drafts with recurrent states: their copies are written in Triton.
 WITHOUT_DRAFTS = ("granite", "qwen-next")
+# Others read the tokens, too, or scale what their own layer of embeddings returns.
+WITH_EMBEDDINGS = ("llama", "mistral")
 # The engines that CI has time for.
 IN_CI = [
     ("llama", "sync", "plain"),
@@ -66,11 +70,15 @@ class Bench:
         self.counts: Counter[str] = Counter()
         self.disk = disk
         (self.disk / "weights").write_text("one")
+        model, _, drafts = kind
+        self.embeddings: torch.Tensor | None = None
+        if model in WITH_EMBEDDINGS and drafts == "plain":
+            self.embeddings = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
         self.engine = self._start()
 
     def _start(self) -> Engine:
         model, scheduling, drafts = self.kind
-        settings: dict[str, Any] = {}
+        settings: dict[str, Any] = {"enable_prompt_embeds": self.embeddings is not None}
         if drafts == "drafts":
             # vLLM has another drafter for asynchronous scheduling.
             is_gpu = scheduling == "async" and RUNNER == "v1"
@@ -115,7 +123,7 @@ class Bench:
     ) -> Run:
         """Make one run. Its errors have the operations that were begun."""
         engine = self.engine
-        run = Run(engine, self.reference, seed)
+        run = Run(engine, self.reference, seed, self.embeddings)
         if operations is None:
             operations = run.operations(NUM_OPERATIONS)
         begun: list[tuple[str, int]] = []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, WINDOW, Scheduler, Step
 from vllm.v1.outputs import KVConnectorOutput
@@ -412,6 +414,26 @@ def test_clients_cannot_flood_the_log(log: list[str]) -> None:
         reader.read({"kvstow": {f"{at}" + "x" * 10_000: "y" * 10_000, "store": "z" * 10_000}})
     assert len(log) == MAX_WARNINGS
     assert max(map(len, log)) < 300
+
+
+def test_clients_cannot_hold_up_the_scheduler_with_many_or_long_names(log: list[str]) -> None:
+    """Each of these took seconds, in which vLLM's scheduler did nothing else."""
+    reader, began_s = HintReader(), time.process_time()
+    many = {f"storf{at}": 1 for at in range(100_000)}
+    assert reader.read({"kvstow": {"store": False, **many}}) == Hints()
+    long = {"storelowprt" * 1_000_000: 1, "store": False}
+    assert reader.read({"kvstow": long}) == Hints(store=False)
+    assert time.process_time() - began_s < 1
+    assert reader.num_given["wrong_hints"] == len(log) == 2
+    assert sum(map(len, reader._warned)) < 100
+
+
+@pytest.mark.parametrize("given", [{1: True}, {("a", 2): 3}, {"priority": np.array([1, 2])}])
+def test_a_hint_that_only_python_can_give_is_ignored(given: Any) -> None:
+    """An error would turn the tier off."""
+    reader = HintReader()
+    assert reader.read({"kvstow": {**given, "store": False}}) == Hints(store=False)
+    assert reader.num_given["wrong_hints"] == 1
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, [], "x", {"kvstow": {}}])

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass, field, fields
+from reprlib import repr as short_repr
 from typing import Any
 
 from kvstow import ConfigError
@@ -27,6 +28,8 @@ logger = logging.getLogger("vllm." + __name__)
 WHERE = "kv_transfer_params.kvstow"
 # Clients choose the keys, so the number of warnings must have a bound.
 MAX_WARNINGS = 100
+# More hints are refused at once, because each takes time that all other requests wait.
+MAX_HINTS = 100
 # A longer body reaches vLLM unchecked.
 MAX_BODY_BYTES = 32 << 20
 # A body with hints has one of these: the key, the start of an escaped small letter, or the zero
@@ -70,8 +73,12 @@ class Hints:
             kind = type(given).__name__
             refuse("", ConfigError(f"{WHERE} is a {kind}, and it must be an object with {names}"))
             return NO_HINTS
+        if len(given) > MAX_HINTS:
+            refuse("", ConfigError(f"{WHERE} has {len(given)} hints, and the most are {MAX_HINTS}"))
+            return NO_HINTS
         values = {}
-        for name, value in given.items():
+        for key, value in given.items():
+            name = str(key)
             try:
                 values[name] = read_option(cls, WHERE, name, value)
             except ConfigError as error:
@@ -103,6 +110,7 @@ class HintReader:
 
     def _refuse(self, name: str, error: ConfigError) -> None:
         self.num_given["wrong_hints"] += 1
+        name = short_repr(name)
         if name not in self._warned and len(self._warned) < MAX_WARNINGS:
             self._warned.add(name)
             logger.warning("kvstow: ignored a hint of a request: %s", error)

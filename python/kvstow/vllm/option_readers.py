@@ -19,6 +19,8 @@ from kvstow.arguments import is_for_shell, is_path
 from kvstow.sizes import parse_bytes
 
 MIN_TRACE_BYTES = 1 << 20
+# A client may choose a name of any length, and the search for a similar one takes long.
+_MAX_NAME = 100
 
 Reader: TypeAlias = Callable[[str, object], Any]
 _T = TypeVar("_T")
@@ -39,7 +41,7 @@ def read_option(cls: type, where: str, name: str, value: object) -> Any:
     """
     readers = {known.name: known.metadata["read"] for known in fields(cls)}
     if name not in readers:
-        near = difflib.get_close_matches(name, readers, n=1)
+        near = difflib.get_close_matches(name[:_MAX_NAME], readers, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(readers)}"
         raise ConfigError(f"{where} has no option {short_repr(name)}: {hint}")
     return readers[name](f"{where}.{name}", value)
@@ -139,7 +141,7 @@ def read_choice(*choices: str) -> Reader:
     """Return a reader of one of these texts."""
 
     def read(name: str, value: object) -> str:
-        if value not in choices:
+        if not (isinstance(value, str) and value in choices):
             raise _refused(name, value, f"one of {', '.join(choices)}")
         return str(value)
 

@@ -56,7 +56,7 @@ from vllm.v1.request import Request
 
 from kvstow.vllm.hints import HintReader
 from kvstow.vllm.tier import HostTier
-from kvstow.vllm.tracked import TrackedRequest
+from kvstow.vllm.tracked import TrackedRequest, has_ambiguous_hashes
 
 
 def in_both(first: Collection[str], second: Collection[str]) -> list[str]:
@@ -150,7 +150,8 @@ class Requests:
             tracked.max_stored_tokens = request.num_prompt_tokens
         if hints.max_load_tokens is not None:
             tracked.max_load_tokens = hints.max_load_tokens
-        if request.resumable and not self.stores_sessions:
+        is_session = request.resumable and not self.stores_sessions
+        if is_session or has_ambiguous_hashes(request, model.tokens_per_vllm_hash):
             tracked.is_stale = tracked.recompute = True
         tracked.has_low_priority = hints.priority == "low"
         return tracked
@@ -281,6 +282,10 @@ class Requests:
         if num_computed < tracked.due_tokens:
             self.look_after(tracked.due_tokens - num_computed, tracked)
             return
+        if request.resumable and request.mm_features:  # a chunk may have brought more of them
+            tracked.is_stale = has_ambiguous_hashes(request, tracked.model.tokens_per_vllm_hash)
+            if tracked.is_stale:
+                return
         self.due[request.request_id] = tracked
         tracked.scheduled_tokens = num_computed
         if not tracked.model.is_full_attention:

@@ -185,3 +185,31 @@ class TrackedRequest:
                 if retained is blocks[at] and not retained.is_null:
                     ids[at] = retained.block_id
         return ids
+
+
+def has_ambiguous_hashes(request: Request, tokens_per_hash: int) -> bool:
+    """Whether vLLM's hashes of a request may equal those of one that computes other KV.
+
+    - Two inputs share their place, as a video and its sound (`use_audio_in_video`). If the first
+      goes on after a block, the hash of the block does not have the second one.
+    - A prompt mixes tokens and embeddings. Its hashes have token 0 where an embedding is, and
+      vLLM's zeros where a token is, so token 0 and an embedding of zeros look alike.
+
+    Args:
+        request: the request.
+        tokens_per_hash: tokens per entry of `Request.block_hashes`.
+    """
+    end = 0
+    for item in request.mm_features:  # in the order of their places
+        position = item.mm_position
+        if (position.offset // tokens_per_hash + 1) * tokens_per_hash < end:
+            return True
+        end = max(end, position.offset + position.length)
+    is_token = getattr(request, "prompt_is_token_ids", None)  # not in each version
+    if is_token is None:
+        return False
+    tokens, has_number = request.prompt_token_ids, request.prompt_embeds.any(dim=1).tolist()
+    return any(
+        not (token if is_given else is_not_zero)
+        for token, is_not_zero, is_given in zip(tokens, has_number, is_token, strict=True)
+    )
