@@ -27,7 +27,7 @@ class TrackedRequest:
         num_local_tokens: tokens that its last lookup found on the device.
         num_given_tokens: tokens from hits and loads when its first step was scheduled.
         num_own_tokens: those of them that vLLM found on the device or kvstow loads. Another
-            connector loads the others.
+            connector loads the others, perhaps for a request whose blocks this one shares.
         num_settled_tokens: computed tokens whose blocks were stored because vLLM paused.
         is_admitted: vLLM gave it blocks.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
@@ -86,6 +86,13 @@ class TrackedRequest:
         if num_again and request.replay_start:
             num_given = max(num_given, request.replay_start + num_again)
         return num_given
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether the outcome of its first step is known."""
+        request = self.request
+        num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        return num_computed > self.num_given_tokens
 
     @property
     def num_submitted_tokens(self) -> int:
