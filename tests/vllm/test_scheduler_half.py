@@ -255,6 +255,28 @@ def test_what_a_request_computed_from_a_block_that_is_still_loaded_loses_its_key
     assert not any(block.block_hash for block in own)
 
 
+def test_no_later_block_of_a_request_that_read_a_block_not_loaded_has_a_key() -> None:
+    """vLLM lets it read the block before the first request has computed that again.
+
+    If another request computes the prefix anew, later requests would hit what follows it here.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 120, num_shared=96)
+    scheduler.admit(second)
+    scheduler.half.build(Step({"a": 4, "b": 24}))
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    first.num_computed_tokens = 0
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids=set(block_ids)))
+    assert scheduler.manager.allocate_slots(second, 24)
+    second.append_output_token_ids(list(range(20)))
+    second.num_computed_tokens = 120
+    assert scheduler.manager.allocate_slots(second, 20)
+    later = scheduler.manager.get_blocks("b").blocks[0][7]
+    assert later.block_hash
+    scheduler.half.build(Step({"a": 32, "b": 20}))
+    assert not later.block_hash
+
+
 def test_blocks_of_a_request_preempted_while_another_connector_loads_lose_their_keys() -> None:
     """vLLM ignores a failed load of a request that does not run."""
     scheduler = Scheduler(FULL)

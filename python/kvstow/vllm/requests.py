@@ -94,7 +94,8 @@ class Requests:
     num_steps: int = 0
     num_gathered: int = 0
     has_room: bool = False
-    # Those that, when their first step was built, had blocks that another connector loads.
+    # Those that had blocks that another connector loads when their first step was built. The
+    # distrusted ones stay.
     _unproven: dict[str, TrackedRequest] = field(default_factory=dict)
     # The ids of requests that had more than one token in a step, or their first, since the last
     # look; and by step, those that come due then.
@@ -174,8 +175,21 @@ class Requests:
             table = [block.block_id for block in self.tier.tables[0].get(request_id, ())]
             first = next((at for at, block in enumerate(table) if block in block_ids), len(table))
             if first < len(table):
+                num_tokens = first * tracked.model.groups[0].block_size
+                if num_tokens < tracked.num_given_tokens:
+                    self._distrust_from(tracked, num_tokens)
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
+
+    def _distrust_from(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Let the blocks of a request lose their keys from this token on, also later ones.
+
+        It may read a block that it shares before the other request has computed it again.
+        """
+        tracked.num_own_tokens = min(tracked.num_own_tokens, num_tokens)
+        tracked.is_stale = tracked.is_distrusted = True
+        self._unproven[tracked.request.request_id] = tracked
+        self.evict_unproven(tracked)
 
     def evict_unproven(self, tracked: TrackedRequest) -> None:
         """Drop the keys of the blocks of a request that ends while another connector loads them.
@@ -194,21 +208,25 @@ class Requests:
         outcome of the load is known. If it is aborted, or fails with the load, vLLM keeps the keys
         of what it computed from them.
         """
-        unproven: set[int] = set()
-        for request_id, other in list(self._unproven.items()):
-            if self.tracked.get(request_id) is other and not other.is_proven:
-                unproven.update(block.block_id for block in self._foreign_blocks(other))
-            else:
-                del self._unproven[request_id]
         request_id, block_size = tracked.request.request_id, tracked.model.groups[0].block_size
-        if unproven:
-            table = self.tier.tables[0].get(request_id, ())
-            hit = table[: tracked.num_own_tokens // block_size]
+        hit = self.tier.tables[0].get(request_id, ())[: tracked.num_own_tokens // block_size]
+        for other in list(self._unproven.values()):
+            unproven = {block.block_id for block in self._foreign_blocks(other)} - {0}
             first = next((at for at, block in enumerate(hit) if block.block_id in unproven), None)
             if first is not None:
-                tracked.num_own_tokens = first * block_size
+                tracked.num_own_tokens = min(tracked.num_own_tokens, first * block_size)
+                if other.is_distrusted:
+                    self._distrust_from(tracked, first * block_size)
         if tracked.num_own_tokens < tracked.num_given_tokens:
             self._unproven[request_id] = tracked
+
+    def _drop_proven(self) -> None:
+        """Forget those whose first step has ended well, and drop the new keys of the distrusted."""
+        for request_id, tracked in list(self._unproven.items()):
+            if self.tracked.get(request_id) is not tracked or tracked.is_proven:
+                del self._unproven[request_id]
+            elif tracked.is_distrusted:
+                self.evict_unproven(tracked)
 
     def _foreign_blocks(self, tracked: TrackedRequest) -> Sequence[KVCacheBlock]:
         """Return a request's blocks from the first on that another connector loads."""
@@ -234,6 +252,8 @@ class Requests:
             if end > request.num_prompt_tokens or request.resumable:
                 end = min(end, request.num_tokens)
             tracked.scheduled_tokens = end
+        if self._unproven:
+            self._drop_proven()
         if self.fresh:
             for request_id in in_both(self.fresh, num_scheduled):
                 tracked = self.tracked[request_id]

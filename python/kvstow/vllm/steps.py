@@ -59,7 +59,8 @@ class Steps:
         """
         request, model, pool = tracked.request, tracked.model, self.tier.pool
         num_submitted = tracked.num_submitted_tokens
-        if request.num_in_flight_tokens and tracked.num_own_tokens < tracked.num_given_tokens:
+        is_unknown = request.num_in_flight_tokens > 0 or tracked.is_distrusted
+        if is_unknown and tracked.num_own_tokens < tracked.num_given_tokens:
             # Another connector may still report that it did not load these blocks. vLLM ignores
             # that of a request that does not run.
             num_submitted = tracked.num_own_tokens

@@ -34,6 +34,8 @@ class TrackedRequest:
         is_load_reported: vLLM knows how its load ended.
         is_stale: its blocks are not stored, because a reset came after their computation, because
             their hashes cannot be trusted, or because another connector did not load one of them.
+        is_distrusted: another connector did not load one of its blocks. From `num_own_tokens` on
+            its blocks have no keys.
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
@@ -69,6 +71,7 @@ class TrackedRequest:
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
+    is_distrusted: bool = False
     offered_since: float | None = None
     promote_until: float | None = None
     next_look: int = 0
@@ -89,10 +92,10 @@ class TrackedRequest:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the outcome of its first step is known."""
+        """Whether its first step has ended, and read no block that was not loaded."""
         request = self.request
         num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
-        return num_computed > self.num_given_tokens
+        return num_computed > self.num_given_tokens and not self.is_distrusted
 
     @property
     def num_submitted_tokens(self) -> int:
