@@ -231,6 +231,63 @@ def test_blocks_of_a_request_that_ends_while_another_connector_loads_lose_their_
     assert num_cached == (0 if num_in_flight else 96)
 
 
+@pytest.mark.parametrize("is_aborted", [True, False], ids=["aborted", "failed"])
+def test_what_a_request_computed_from_a_block_that_is_still_loaded_loses_its_key(
+    *, is_aborted: bool
+) -> None:
+    """It hits the blocks of another connector in the step that loads them.
+
+    With `kv_load_failure_policy` "fail" vLLM evicts only the blocks of the first request.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 200, num_shared=96)
+    scheduler.admit(second)
+    assert second.num_computed_tokens == 96
+    scheduler.half.build(Step({"a": 4, "b": 104}))
+    for request in (first, second):
+        request.num_in_flight_tokens = request.num_tokens - 96
+        request.num_computed_tokens = request.num_tokens
+    if not is_aborted:
+        second.num_computed_tokens, second.num_in_flight_tokens = 96, 0
+    own = scheduler.manager.get_blocks("b").blocks[0][6:12]
+    assert all(block.block_hash for block in own)
+    scheduler.finish(second)
+    assert not any(block.block_hash for block in own)
+
+
+def test_no_later_block_of_a_request_that_read_a_block_not_loaded_has_a_key() -> None:
+    """vLLM lets it read the block before the first request has computed that again.
+
+    If another request computes the prefix anew, later requests would hit what follows it here.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 120, num_shared=96)
+    scheduler.admit(second)
+    scheduler.half.build(Step({"a": 4, "b": 24}))
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    first.num_computed_tokens = 0
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids=set(block_ids)))
+    assert scheduler.manager.allocate_slots(second, 24)
+    second.append_output_token_ids(list(range(20)))
+    second.num_computed_tokens = 120
+    assert scheduler.manager.allocate_slots(second, 20)
+    later = scheduler.manager.get_blocks("b").blocks[0][7]
+    assert later.block_hash
+    scheduler.half.build(Step({"a": 32, "b": 20}))
+    assert not later.block_hash
+
+
+def test_blocks_of_a_request_preempted_while_another_connector_loads_lose_their_keys() -> None:
+    """vLLM ignores a failed load of a request that does not run."""
+    scheduler = Scheduler(FULL)
+    request = loaded_by_another(scheduler, "a")
+    scheduler.half.build(Step({"a": 4}))
+    scheduler.manager.free(request)
+    request.num_computed_tokens, request.num_in_flight_tokens = 0, 4
+    scheduler.half.build(Step({}, {"a"}))
+    assert not scheduler.manager.get_computed_blocks(scheduler.request("b", 100))[1]
+
+
 def test_blocks_of_a_request_that_ends_in_its_first_step_keep_their_keys() -> None:
     """No other connector had to load any of them."""
     scheduler = Scheduler(FULL)

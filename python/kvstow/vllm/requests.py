@@ -47,10 +47,11 @@ A request that is not tracked any more may still have jobs in flight. They go on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
@@ -93,6 +94,9 @@ class Requests:
     num_steps: int = 0
     num_gathered: int = 0
     has_room: bool = False
+    # Those that had blocks that another connector loads when their first step was built. The
+    # distrusted ones stay.
+    _unproven: dict[str, TrackedRequest] = field(default_factory=dict)
     # The ids of requests that had more than one token in a step, or their first, since the last
     # look; and by step, those that come due then.
     _scheduled: dict[str, None] = field(default_factory=dict)
@@ -172,8 +176,21 @@ class Requests:
             table = [block.block_id for block in self.tier.tables[0].get(request_id, ())]
             first = next((at for at, block in enumerate(table) if block in block_ids), len(table))
             if first < len(table):
+                num_tokens = first * tracked.model.groups[0].block_size
+                if num_tokens < tracked.num_given_tokens:
+                    self._distrust_from(tracked, num_tokens)
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
+
+    def _distrust_from(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """Let the blocks of a request lose their keys from this token on, also later ones.
+
+        It may read a block that it shares before the other request has computed it again.
+        """
+        tracked.num_own_tokens = min(tracked.num_own_tokens, num_tokens)
+        tracked.is_stale = tracked.is_distrusted = True
+        self._unproven[tracked.request.request_id] = tracked
+        self.evict_unproven(tracked)
 
     def evict_unproven(self, tracked: TrackedRequest) -> None:
         """Drop the keys of the blocks of a request that ends while another connector loads them.
@@ -181,12 +198,41 @@ class Requests:
         vLLM frees these blocks with their keys. Of a request that is over it ignores the report
         that they were not loaded. So later requests would hit them, and the tier would store them.
         """
-        request, given = tracked.request, tracked.num_given_tokens
-        num_processed = request.num_computed_tokens - request.num_in_flight_tokens
-        if tracked.num_own_tokens < given >= num_processed:
-            first = tracked.num_own_tokens // tracked.model.groups[0].block_size
-            table = self.tier.tables[0].get(request.request_id, ())
-            self.tier.pool.evict_blocks({block.block_id for block in table[first:]} - {0})
+        if tracked.num_own_tokens < tracked.num_given_tokens and not tracked.is_proven:
+            blocks = self._foreign_blocks(tracked)
+            self.tier.pool.evict_blocks({block.block_id for block in blocks} - {0})
+
+    def _find_unproven(self, tracked: TrackedRequest) -> None:
+        """Count no hit on blocks that another connector still loads as a request's own.
+
+        vLLM keys these blocks when it grants them, so a second request may hit them before the
+        outcome of the load is known. If it is aborted, or fails with the load, vLLM keeps the keys
+        of what it computed from them.
+        """
+        request_id, block_size = tracked.request.request_id, tracked.model.groups[0].block_size
+        hit = self.tier.tables[0].get(request_id, ())[: tracked.num_own_tokens // block_size]
+        for other in list(self._unproven.values()):
+            unproven = {block.block_id for block in self._foreign_blocks(other)} - {0}
+            first = next((at for at, block in enumerate(hit) if block.block_id in unproven), None)
+            if first is not None:
+                tracked.num_own_tokens = min(tracked.num_own_tokens, first * block_size)
+                if other.is_distrusted:
+                    self._distrust_from(tracked, first * block_size)
+        if tracked.num_own_tokens < tracked.num_given_tokens:
+            self._unproven[request_id] = tracked
+
+    def _drop_proven(self) -> None:
+        """Forget those whose first step has ended well, and drop the new keys of the distrusted."""
+        for request_id, tracked in list(self._unproven.items()):
+            if self.tracked.get(request_id) is not tracked or tracked.is_proven:
+                del self._unproven[request_id]
+            elif tracked.is_distrusted:
+                self.evict_unproven(tracked)
+
+    def _foreign_blocks(self, tracked: TrackedRequest) -> Sequence[KVCacheBlock]:
+        """Return a request's blocks from the first on that another connector loads."""
+        first = tracked.num_own_tokens // tracked.model.groups[0].block_size
+        return self.tier.tables[0].get(tracked.request.request_id, ())[first:]
 
     def forget(self, request_id: str) -> None:
         """End the tracking of a request, in the tier too."""
@@ -207,10 +253,13 @@ class Requests:
             if end > request.num_prompt_tokens or request.resumable:
                 end = min(end, request.num_tokens)
             tracked.scheduled_tokens = end
+        if self._unproven:
+            self._drop_proven()
         if self.fresh:
             for request_id in in_both(self.fresh, num_scheduled):
                 tracked = self.tracked[request_id]
                 tracked.num_given_tokens = tracked.given_tokens()
+                self._find_unproven(tracked)
                 self._scheduled[request_id] = None
                 del self.fresh[request_id]
         tier = self.tier

@@ -30,8 +30,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - Asynchronous scheduling counts tokens that are not sampled yet. They are computed tokens of steps
   under way, have no hash, and do not count either (`TrackedRequest.num_cached_tokens`).
 - A request is aborted, finished or preempted while its steps are under way: those do not count, and
-  its blocks are not stored. Those that another connector loads lose their keys
-  (`Requests.evict_unproven`).
+  its blocks are not stored. Those that another connector loads lose their keys, and so do those
+  that it computed from them (`Requests.evict_unproven`, `Steps.evict_unwritten`).
 - vLLM preempts a request in the step that granted it blocks: they lose their keys
   (`Steps.evict_unwritten`).
 - vLLM takes a block and caches it again, perhaps under an equal key: lazy mode offers a block only

@@ -59,6 +59,11 @@ class Steps:
         """
         request, model, pool = tracked.request, tracked.model, self.tier.pool
         num_submitted = tracked.num_submitted_tokens
+        is_unknown = request.num_in_flight_tokens > 0 or tracked.is_distrusted
+        if is_unknown and tracked.num_own_tokens < tracked.num_given_tokens:
+            # Another connector may still report that it did not load these blocks. vLLM ignores
+            # that of a request that does not run.
+            num_submitted = tracked.num_own_tokens
         for g, group in enumerate(model.groups):
             # Blocks that earlier steps fill are written, because those steps were submitted.
             first = max(tracked.num_reported[g], num_submitted // group.block_size)

@@ -27,13 +27,15 @@ class TrackedRequest:
         num_local_tokens: tokens that its last lookup found on the device.
         num_given_tokens: tokens from hits and loads when its first step was scheduled.
         num_own_tokens: those of them that vLLM found on the device or kvstow loads. Another
-            connector loads the others.
+            connector loads the others, perhaps for a request whose blocks this one shares.
         num_settled_tokens: computed tokens whose blocks were stored because vLLM paused.
         is_admitted: vLLM gave it blocks.
         is_loading: its load is under way or has failed, so its table overstates what is computed.
         is_load_reported: vLLM knows how its load ended.
         is_stale: its blocks are not stored, because a reset came after their computation, because
             their hashes cannot be trusted, or because another connector did not load one of them.
+        is_distrusted: another connector did not load one of its blocks. From `num_own_tokens` on
+            its blocks have no keys.
         recompute: nothing is loaded for it, because a load of it has failed or cannot begin.
         max_stored_tokens: blocks that end behind these tokens are not stored. It never changes.
         max_load_tokens: the most tokens to load.
@@ -69,6 +71,7 @@ class TrackedRequest:
     is_loading: bool = False
     is_load_reported: bool = False
     is_stale: bool = False
+    is_distrusted: bool = False
     offered_since: float | None = None
     promote_until: float | None = None
     next_look: int = 0
@@ -86,6 +89,13 @@ class TrackedRequest:
         if num_again and request.replay_start:
             num_given = max(num_given, request.replay_start + num_again)
         return num_given
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether its first step has ended, and read no block that was not loaded."""
+        request = self.request
+        num_computed: int = request.num_computed_tokens - request.num_in_flight_tokens
+        return num_computed > self.num_given_tokens and not self.is_distrusted
 
     @property
     def num_submitted_tokens(self) -> int:
