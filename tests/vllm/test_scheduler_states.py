@@ -176,3 +176,39 @@ def test_hit_density_is_warned_of(folder: Path, log: list[str]) -> None:
         log.clear()
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups))
         assert ("eviction_policy is hit-density" in "".join(log)) == warns
+
+
+@pytest.mark.skipif(
+    not hasattr(STATE, "num_prefill_checkpoint_blocks"), reason="this vLLM writes no checkpoints"
+)
+@MODES
+@pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "unguarded"])
+def test_a_state_that_vllm_keys_and_does_not_write_is_not_stored(
+    lazy: bool, is_guarded: bool
+) -> None:
+    """A prompt goes on at token 80, within the block that ends at 96, and passes the end.
+
+    The model writes the state at 112, where a later prompt can end its hit, into another block.
+    vLLM rounds 112 down to a block's end, and keys the state of token 80 as the one of token 96.
+    """
+    state = replace(
+        STATE,
+        block_size=2 * BLOCK_SIZE,
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    scheduler = Scheduler(FULL, state, draft_groups=[0], lazy_offload=lazy)
+    if not is_guarded:
+        scheduler.half.steps.evict_skipped = lambda scheduled: None  # type: ignore[method-assign]
+    request = scheduler.request("a", 138)
+    for num_tokens in (64, 16):
+        schedule(scheduler, request, num_tokens)
+        stored(scheduler)
+    schedule(scheduler, request, 58)
+    block = table(scheduler, "a")[2]
+    if not is_guarded and block.block_hash is None:
+        pytest.skip("this vLLM does not key it")
+    assert (block.block_hash is None) == is_guarded
+    assert (block.block_id in stored(scheduler)) != is_guarded
+    pool, key = scheduler.manager.block_pool, scheduler.half.tier.model.block_hash(request, 2, 1)
+    assert (pool.get_cached_block(key, [1]) is None) == is_guarded

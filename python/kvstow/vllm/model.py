@@ -214,6 +214,15 @@ class Model:
         """Whether a group has recurrent states."""
         return any(isinstance(group, StateSpace) for group in self.groups)
 
+    @cached_property
+    def divided_states(self) -> list[tuple[int, int]]:
+        """Number and block size of each group of states in whose blocks a hit may end."""
+        return [
+            (g, group.block_size)
+            for g, group in enumerate(self.groups)
+            if isinstance(group, StateSpace) and self.tokens_per_vllm_hash < group.block_size
+        ]
+
     def num_cacheable_blocks(self, group: int, num_tokens: int) -> int:
         """Return how many of a group's first blocks are due for a key once tokens are computed.
 

@@ -34,6 +34,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
   that it computed from them (`Requests.evict_unproven`, `Steps.evict_unwritten`).
 - vLLM preempts a request in the step that granted it blocks: they lose their keys
   (`Steps.evict_unwritten`).
+- With EAGLE vLLM may key a recurrent state that no step writes: it loses its key
+  (`Steps.evict_skipped`).
 - vLLM takes a block and caches it again, perhaps under an equal key: lazy mode offers a block only
   if it was computed since (`LazyQueue`).
 - A reset empties vLLM's pool, the tier, or both, while requests run: what they computed before it

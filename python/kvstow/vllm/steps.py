@@ -35,6 +35,8 @@ class Steps:
             if request_id not in requests.fresh:
                 self.evict_unwritten(tracked)
                 requests.start_over(request_id)
+        if self.tier.model.divided_states:
+            self.evict_skipped(scheduled)
         had_room = requests.has_room
         requests.scheduled(scheduled)
         if had_room and not requests.has_room:
@@ -75,6 +77,26 @@ class Steps:
                     has_key = True
                 if not has_key and not model.is_window[g]:
                     break  # vLLM keys the blocks of a table in their order
+
+    def evict_skipped(self, scheduled: SchedulerOutput) -> None:
+        """Drop the keys of states that vLLM keys in this step and does not write.
+
+        If vLLM hashes fewer tokens than a state's block has, a prompt may go on within a block.
+        vLLM then passes the end of the block if the model writes its state for later prompts
+        elsewhere. With EAGLE it still gives the block the key of its end.
+        """
+        model, tables = self.tier.model, self.tier.tables
+        for tracked, num_tokens in self.requests.chunks(scheduled):
+            request = tracked.request
+            start: int = request.num_computed_tokens
+            if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
+                continue  # of drafts vLLM writes the state at a block's end
+            for g, block_size in model.divided_states:
+                index = start // block_size
+                if start % block_size and start + num_tokens > (index + 1) * block_size:
+                    block = tables[g][request.request_id][index]
+                    if block.block_hash == model.block_key(request, index, g):
+                        self.tier.pool.evict_blocks({block.block_id})
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""

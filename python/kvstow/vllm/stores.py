@@ -9,10 +9,11 @@ runs, and may overwrite it in the same step. A state that was not stored then, b
 `num_storable`, a full host or a failed copy, waits for the queue.
 
 Why a stored state is the state of its key: vLLM gives a hash to each state that it keeps, and does
-not write to a block that has one. `Requests.look_at` records the blocks of the table. When the
-step was processed, `TrackedRequest.window_ids` leaves out each block that does not have the hash of
-its tokens. If vLLM has dropped the state, or if another request has taken the block, it has another
-hash or none. A partial block, which vLLM copies before it writes on, has the hash of fewer tokens.
+not write to a block that has one. `Steps.evict_skipped` drops the hash of a state that no step
+writes. `Requests.look_at` records the blocks of the table. When the step was processed,
+`TrackedRequest.window_ids` leaves out each block that does not have the hash of its tokens. If vLLM
+has dropped the state, or if another request has taken the block, it has another hash or none. A
+partial block, which vLLM copies before it writes on, has the hash of fewer tokens.
 vLLM also offers its states to connectors (`boundary_state_offloads`). kvstow does not read the
 offers, because the table names the same full blocks.
 """
