@@ -235,7 +235,8 @@ def may_have_changed(name: str, folder: Path | None) -> bool:
     logger.warning(
         "kvstow: the files in %s have changed since this process began, perhaps while vLLM loaded "
         "them. So below the host, this server finds no blocks of other servers or of an earlier "
-        "start, and leaves none for them. Start it again to end that",
+        "start, and leaves none for them. Start it again to end that; with Ray, "
+        "restart Ray first",
         folder,
     )
     return True
