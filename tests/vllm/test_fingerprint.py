@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -546,12 +547,29 @@ def test_settings_of_vllm_that_shape_no_block_do_not_count(name: str) -> None:
     assert getattr(second, name) == "another", "the configuration itself stays"
 
 
+def media_of(settings: MultiModalConfig) -> list[Any]:
+    return shaping_module._media(_configured(multimodal_config=settings))
+
+
+def test_the_packages_that_decode_images_count_for_models_that_take_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another version may make other numbers of the bytes that a block's hash has."""
+    images, none = MultiModalConfig(), MultiModalConfig(language_model_only=True)
+    first = repr(media_of(images)), repr(media_of(none))
+    assert version("pillow") in first[0]
+    monkeypatch.setattr(
+        shaping_module, "version", lambda name: version(name) + (".1" * (name == "pillow"))
+    )
+    assert repr(media_of(images)) != first[0] and repr(media_of(none)) == first[1]
+
+
 @pytest.mark.parametrize("name", shaping_module._OF_NO_NUMBERS)
 def test_settings_of_images_that_change_no_numbers_do_not_count(name: str) -> None:
     first, second, third = (MultiModalConfig() for _ in range(3))
     setattr(second, name, "another")
     third.mm_processor_kwargs = {"max_pixels": 9}
-    texts = [repr(shaping_module._media(each)) for each in (first, second, third)]
+    texts = [repr(media_of(each)) for each in (first, second, third)]
     assert repr(first) != repr(second) and texts[0] == texts[1] != texts[2]
 
 

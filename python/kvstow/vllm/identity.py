@@ -24,7 +24,8 @@ and what prevents it:
 - Other tokens of a block on a rank, of which the shapes are the same: how many tokens in a row
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its
-  version, because its processors turn images into the model's input.
+  version, because its processors turn images into the model's input, and those of the packages that
+  decode and resize images, audio and video.
 - Code of the model from a plugin of vLLM: the names and versions of the packages. From a class of
   workers: its name.
 - Other content of a file that a setting or a variable names: the content.

@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from importlib.metadata import entry_points
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,6 +86,23 @@ _OF_NO_NUMBERS: Final = (
     "mm_tensor_ipc",
     "skip_mm_profiling",
 )
+# The packages that decode and resize them. A block's hash has the bytes that a client has sent, or
+# the frames of a video.
+_MEDIA_PACKAGES: Final = (
+    "av",
+    "decord",
+    "librosa",
+    "mistral_common",
+    "opencv-python",
+    "opencv-python-headless",
+    "pillow",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "torchaudio",
+    "torchcodec",
+    "torchvision",
+)
 # Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
 _OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
 # Where Transformers looks for the code that reads images, audio and video.
@@ -119,7 +136,7 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
                     _settings(own),
                     _generation(own),
                     _quantization(own),
-                    _media(own.multimodal_config),
+                    _media(own),
                 )
                 for own in models_of(config).values()
             ]
@@ -236,18 +253,28 @@ def _experts(config: VllmConfig) -> list[Any]:
     return [*settings, has_several_engines, has_adapters]
 
 
-def _media(settings: Any) -> list[Any]:
+def _media(model: Any) -> list[Any]:
     """Return what decides which numbers a model gets for an image, audio or video.
 
     Raises:
         ConfigError: the file with the scales of the encoder cannot be read.
     """
+    settings = model.multimodal_config
     if settings is None:
         return []
     name = "mm_encoder_fp8_scale_path"
     scales = getattr(settings, name, None)
     content = None if scales is None else content_named(name, scales)
-    return [_without(settings, _OF_NO_NUMBERS), content]
+    return [_without(settings, _OF_NO_NUMBERS), content, _media_packages(model)]
+
+
+def _media_packages(model: Any) -> list[tuple[str, str]]:
+    """Return the packages here that decode images, audio and video, with their versions."""
+    found = []
+    for name in _MEDIA_PACKAGES if takes_media(model) else ():
+        with suppress(PackageNotFoundError):
+            found.append((name, version(name)))
+    return found
 
 
 def _plugins() -> set[str]:
