@@ -334,20 +334,32 @@ class Nodes:
         return None
 
     def _slots(self, answer: Any, asked: Node) -> Topology:
-        """Read the answer to CLUSTER SLOTS. A server without a name of its own is the one asked."""
+        """Read the answer to CLUSTER SLOTS."""
         owners: list[Node | None] = [None] * _NUM_SLOTS
         if len(answer) > _NUM_SLOTS:
             raise ValueError(len(answer))
-        for first, last, (host, port, *_), *_ in answer:
+        for first, last, named, *_ in answer:
             if not 0 <= first <= last < _NUM_SLOTS:
                 raise ValueError(first, last)
-            owner = _named(host.decode("ascii") if host else asked.host, port)
+            owner = _named(_host(named) or asked.host, named[1])
             owners[first : last + 1] = [owner] * (last + 1 - first)
         servers = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
         if not servers:
             raise WireError("the cluster has given no slot to a server: run CLUSTER ADDSLOTS")
         key_slot = self._redis.crc.key_slot
         return Topology(servers, lambda key: owners[key_slot(key)])
+
+
+def _host(named: Any) -> str:
+    """Return the host of a server in an answer to CLUSTER SLOTS; empty for that of the one asked.
+
+    A cluster that prefers hostnames calls a server without one "?", and adds its address.
+    """
+    host, _, *more = named
+    if host == b"?":
+        facts = more[1] if len(more) > 1 else []
+        host = dict(zip(facts[::2], facts[1::2], strict=True)).get(b"ip")
+    return host.decode("ascii") if host else ""
 
 
 def _named(host: str, port: bytes | int) -> Node:
