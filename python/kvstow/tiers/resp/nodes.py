@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from kvstow._core import ConfigError
 from kvstow.tiers.resp.address import MAX_PORT, Address, Credentials, Node, Security
-from kvstow.tiers.resp.login import log_in_within
+from kvstow.tiers.resp.login import log_in_within, password_of
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command
 
 # Connecting takes several round trips. A job with less time than this connects for later ones.
@@ -172,7 +172,7 @@ class Nodes:
         else:
             made = self._redis.Connection(host=node.host, port=node.port, **options)
         try:
-            return Wire(made)
+            return Wire(made, password_of(options.get("credential_provider")))
         # Of the system's resolver, or of redis-py, which then goes on.
         except (OverflowError, RecursionError, ValueError) as error:
             made.disconnect()
@@ -314,7 +314,8 @@ class Nodes:
         try:
             return self._master(answer) if is_sentinel else self._slots(answer, node)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise WireError(f"expected a list of servers, got {str(answer)[:40]}") from error
+            shown = wire.shown(answer) if isinstance(answer, bytes) else str(answer)[:40]
+            raise WireError(f"expected a list of servers, got {shown}") from error
 
     def _master(self, answer: Any) -> Topology | None:
         """Read the answer to SENTINEL MASTERS."""
