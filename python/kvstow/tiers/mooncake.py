@@ -39,7 +39,14 @@ import numpy as np
 
 from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
-from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, FAIR_S, Breaker, left_alone
+from kvstow.tiers.breaker import (
+    ANSWERS_AGAIN,
+    FAILS,
+    FAIR_S,
+    Breaker,
+    left_alone,
+    with_times,
+)
 from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.namespace import HEADER_BYTES
@@ -241,8 +248,8 @@ class _Calls:
                 raise self._answered(failures)
         except TransferError as error:
             had_time = max(time.monotonic(), job.until_s) - begin_s >= FAIR_S
-            if had_time and breaker.failed():
-                logger.warning(FAILS, tier.address, error)
+            if had_time and (num_times := breaker.failed()):
+                logger.warning(FAILS, tier.address, with_times(error, num_times))
             raise
         if breaker.succeeded():
             logger.warning(ANSWERS_AGAIN, tier.address)

@@ -221,6 +221,28 @@ def test_the_log_says_when_a_server_takes_puts_again(
     assert "takes puts again" in caplog.records[1].getMessage()
 
 
+def test_a_server_that_flaps_does_not_fill_the_log(
+    small_arena: HostArena,
+    server: Simulated,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    with opened(small_arena, server.url) as tier:
+        for num_times in (7, 1):
+            for _ in range(num_times):
+                server.override = refuses([b"SET"], b"READONLY a replica")
+                for _ in range(3):
+                    assert not put(tier).ok.any()
+                server.override = refuses([], b"")
+                assert put(tier).ok.all()
+            monkeypatch.setattr(breaker, "LOG_EVERY_S", 0.0)
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["takes no puts (READONLY a replica)" in text for text in texts] == [True, *3 * [False]]
+    assert ["takes puts again" in text for text in texts] == [False, True, False, True]
+    assert "(READONLY a replica; 7 times since the last such warning)" in texts[2]
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
