@@ -172,6 +172,8 @@ class Nodes:
         else:
             made = self._redis.Connection(host=node.host, port=node.port, **options)
         try:
+            # Looking up a name takes as long as the system's resolver lets it, some 10 s for each
+            # of its servers. Tickets answer at their deadline, and their slots stay reserved.
             return Wire(made, password_of(options.get("credential_provider")))
         # Of the system's resolver, or of redis-py, which then goes on.
         except (OverflowError, RecursionError, ValueError) as error:
