@@ -309,6 +309,36 @@ def test_calls_that_fail_together_make_one_pause(clock: Clock) -> None:
     assert breaker.may_try(), "the first pause after a success is a short one"
 
 
+def open_and_close(breaker: Breaker, num_times: int) -> list[tuple[int, bool]]:
+    """Let a store fail and answer in turn, and return what the log says of each."""
+    said = []
+    for _ in range(num_times):
+        said.append((sum(breaker.failed() for _ in range(3)), breaker.succeeded()))
+    return said
+
+
+def test_a_store_that_fails_and_answers_in_turn_is_logged_once_a_minute(clock: Clock) -> None:
+    breaker = Breaker(clock=clock)
+    assert open_and_close(breaker, 10) == [(1, True)] + 9 * [(0, False)]
+    clock.now_s += 60.0
+    assert open_and_close(breaker, 10) == [(10, True)] + 9 * [(0, False)]
+
+
+def test_a_store_that_goes_on_failing_is_logged_after_a_minute(clock: Clock) -> None:
+    """Otherwise the last line of the log says that it answers again."""
+    breaker = Breaker(clock=clock)
+    assert open_and_close(breaker, 2) == [(1, True), (0, False)]
+    for _ in range(3):
+        assert not breaker.failed()
+    clock.now_s += 59.0
+    assert breaker.may_try() and not breaker.failed()
+    clock.now_s += 30.0
+    assert breaker.may_try() and breaker.failed() == 2
+    clock.now_s += 60.0
+    assert breaker.may_try() and not breaker.failed(), "the log has said so"
+    assert breaker.succeeded()
+
+
 def test_an_error_without_a_hit_is_no_answer(
     asker: Asker, store: Simulated, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

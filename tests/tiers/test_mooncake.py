@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,51 @@ def test_a_master_that_does_not_answer_is_not_left_to_mooncake(
             ticket.wait_until_ended(LONG_S)
     assert not begun
     assert "cannot be reached" in str(ticket.error)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR unknown\r\n"])
+def test_another_server_is_not_left_to_mooncake(
+    arena: HostArena, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """Mooncake would let no other thread of the process run for 30 s."""
+    begun: list[str] = []
+    monkeypatch.setattr("kvstow.tiers.mooncake._store_class", lambda: lambda: begun.append("setup"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        if connection.recv(512):
+                            connection.sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        url = f"mooncake://127.0.0.1:{listener.getsockname()[1]}"
+        with MooncakeTier(arena, url, NAMESPACE) as tier:
+            ticket = tier.get(blocks(1), [2])
+            ticket.wait_until_ended(LONG_S)
+        listener.shutdown(socket.SHUT_RDWR)
+    assert not begun
+    assert "is no Mooncake master: name the master's port" in str(ticket.error)
+
+
+def test_a_store_without_memory_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    master = Master(tmp_path)
+    with (
+        HostArena(4, SLOT_BYTES) as arena,
+        MooncakeTier(arena, master.url, NAMESPACE, timeout_s=LONG_S) as tier,
+    ):
+        for _ in range(4):
+            ticket = tier.put(blocks(1, 2), [0, 1])
+            assert answer(ticket) == [False, False]
+            assert "has no room for a block" in str(ticket.error)
+        assert answer(tier.contains(blocks(1))) == [False]
+    master.kill()
+    (record,) = caplog.records
+    assert "no room for a block. If it never has any, no server gives it" in record.getMessage()
 
 
 @pytest.mark.parametrize(

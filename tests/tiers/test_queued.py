@@ -224,6 +224,9 @@ def test_unexpected_error_is_named_by_its_type_alone(
         ticket = tier.contains(TierBlocks([bytes(32)], [0]))
         ticket.wait(LONG_S)
         assert len(closed) == 1, "its connections are not used again"
+        for _ in range(3):
+            tier.contains(TierBlocks([bytes(32)], [0])).wait(LONG_S)
+    assert len(caplog.records) == 1, "it would fill the log"
     assert "the shared tier failed (UnicodeEncodeError); the log" in str(ticket.error)
     assert "please report this" in caplog.text
     assert password not in str(ticket.error) + caplog.text

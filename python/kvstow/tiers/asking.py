@@ -36,7 +36,7 @@ from typing import Final, NamedTuple, Protocol, TypeAlias
 from kvstow._core import KvstowError, StateError, TransferError
 from kvstow.arguments import check_seconds, checked_int
 from kvstow.closing import Closing
-from kvstow.tiers.breaker import Breaker
+from kvstow.tiers.breaker import Breaker, with_times
 from kvstow.tiers.tier import SharedTier, TierBlocks
 from kvstow.transfer.fork import FORKED, close_in_children
 
@@ -365,14 +365,14 @@ class Asker(Closing):
             self._end(call, None)
             if not isinstance(error, KvstowError):
                 logger.exception("kvstow: the shared tier failed; please report this")
-            has_opened = self.breaker.failed()
+            num_times = self.breaker.failed()
             if not call.keys:
                 logger.warning(_SILENT, error)
-            elif has_opened:
+            elif num_times:
                 logger.warning(
                     "kvstow: the shared tier does not say what it has (%s). It is asked again "
                     "after some seconds, and its blocks are recomputed meanwhile",
-                    error,
+                    with_times(error, num_times),
                 )
             return store
         self._end(call, answer)

@@ -10,6 +10,7 @@ closed ---- num_failures in a row ----> open ---- pause over ----> one try
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from kvstow._core import TransferError
 
 FIRST_PAUSE_S: Final = 1.0
 LAST_PAUSE_S: Final = 30.0
+LOG_EVERY_S: Final = 60.0
+"""A store that fails and answers in turn fills no log: the log says so once in this time."""
 FAIR_S: Final = 0.02
 """A store that had less time to answer has not failed."""
 
@@ -28,6 +31,11 @@ FAILS: Final = (
     "its blocks are recomputed"
 )
 ANSWERS_AGAIN: Final = "kvstow: the shared tier at %s answers again"
+
+
+def with_times(why: object, num_times: int) -> str:
+    """Return why a store fails, and how often it has begun to since the log last said so."""
+    return f"{why}" if num_times == 1 else f"{why}; {num_times} times since the last such warning"
 
 
 def left_alone(store: object) -> TransferError:
@@ -49,6 +57,8 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._open_until = 0.0
         self._is_trying = False
+        self._num_opened = 0
+        self._logged_s, self._is_logged = -math.inf, False
 
     @property
     def is_open(self) -> bool:
@@ -71,24 +81,32 @@ class Breaker:
             return True
 
     def succeeded(self) -> bool:
-        """Close the breaker, and return whether it was open."""
+        """Close the breaker, and return whether the log has said that it was open."""
         with self._lock:
-            was_open = self._num_failed >= self._num_allowed
+            was_logged, self._is_logged = self._is_logged, False
             self._num_failed, self._pause_s = 0, FIRST_PAUSE_S
-        return was_open
+        return was_logged
 
-    def failed(self) -> bool:
-        """Count a failure, and return whether it opens the breaker for the first time.
+    def failed(self) -> int:
+        """Count a failure, and return 0, unless the caller is to log that the breaker is open.
+
+        Then return how often it has opened since the log last said so. It says so at once, and then
+        again `LOG_EVERY_S` later at the earliest.
 
         Calls that were under way when it opened may fail too. They make no pause longer.
         """
         with self._lock:
             self._num_failed += 1
             if self._num_failed < self._num_allowed:
-                return False
+                return 0
             is_first = self._num_failed == self._num_allowed
+            self._num_opened += is_first
             if is_first or self._is_trying:
                 self._is_trying = False
                 self._open_until = self._clock() + self._pause_s
                 self._pause_s = min(2 * self._pause_s, LAST_PAUSE_S)
-        return is_first
+            if self._is_logged or self._clock() < self._logged_s + LOG_EVERY_S:
+                return 0
+            self._logged_s, self._is_logged = self._clock(), True
+            num_opened, self._num_opened = self._num_opened, 0
+        return num_opened

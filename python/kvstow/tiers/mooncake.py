@@ -39,7 +39,14 @@ import numpy as np
 
 from kvstow._core import ConfigError, TransferError, row_digests
 from kvstow.arguments import checked_int
-from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, FAIR_S, Breaker, left_alone
+from kvstow.tiers.breaker import (
+    ANSWERS_AGAIN,
+    FAILS,
+    FAIR_S,
+    Breaker,
+    left_alone,
+    with_times,
+)
 from kvstow.tiers.mooncake_link import Link, Links, check_answers
 from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.namespace import HEADER_BYTES
@@ -76,6 +83,12 @@ _ANSWERS: Final = frozenset(
 # The master does not answer, or not in time. Then no transfer has begun, or all have ended. After
 # each other failure, transfers may go on.
 _NO_MASTER: Final = frozenset({-900, -901})
+
+
+_NO_ROOM: Final = (
+    "kvstow: the shared tier at %s has no room for a block. If it never has any, no server gives "
+    "it memory: set shared_segment_bytes (segment_bytes of SharedStore)"
+)
 
 
 class MooncakeTier(QueuedTier):
@@ -145,6 +158,7 @@ class MooncakeTier(QueuedTier):
         self._giver: Any = None
         self.links: Final = Links(self._connect)
         self.breaker: Final = Breaker()
+        self._has_warned_of_room = False
         self.watch: Final = CallWatch()
         self._drop_watch = weakref.finalize(self, self.watch.let_end)
         self._drop_watch.atexit = False
@@ -168,6 +182,13 @@ class MooncakeTier(QueuedTier):
 
     def _worker(self) -> Worker:
         return _Calls(self)
+
+    def without_room(self) -> TransferError:
+        """Warn once that the store takes no block, and return why it does not."""
+        if not self._has_warned_of_room:
+            self._has_warned_of_room = True
+            logger.warning(_NO_ROOM, self.address)
+        return TransferError(f"Mooncake at {self.address} has no room for a block")
 
     def _connect(self) -> Link:
         if self._segment_bytes and self._giver is None:
@@ -234,24 +255,30 @@ class _Calls:
         try:
             with tier.links.borrowed() as link:
                 with tier.watch.watched(job.until_s, self._spend):
-                    failures = self._ask(link, job, part) - _ANSWERS
+                    codes = self._ask(link, job, part)
+                failures = codes - _ANSWERS
                 if failures - _NO_MASTER:
                     raise self._answered(failures)
             if failures:
                 raise self._answered(failures)
         except TransferError as error:
             had_time = max(time.monotonic(), job.until_s) - begin_s >= FAIR_S
-            if had_time and breaker.failed():
-                logger.warning(FAILS, tier.address, error)
+            if had_time and (num_times := breaker.failed()):
+                logger.warning(FAILS, tier.address, with_times(error, num_times))
             raise
         if breaker.succeeded():
             logger.warning(ANSWERS_AGAIN, tier.address)
+        if _NO_SPACE in codes:
+            raise tier.without_room()
 
     def _spend(self) -> None:
         self._is_spent = True
 
     def _answered(self, failures: set[int]) -> TransferError:
-        return TransferError(f"Mooncake at {self._tier.address} answers {sorted(failures)}")
+        return TransferError(
+            f"Mooncake at {self._tier.address} answers {sorted(failures)}: the log has its reasons."
+            " Check the network, and that each server reaches the others by their shared_host"
+        )
 
     def _ask(self, link: Link, job: Job, part: range) -> set[int]:
         """Write `job.ok` for a part, and return the codes that are no success."""
@@ -387,7 +414,10 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
     store = store_class()
     sizes = (segment_bytes, _LOCAL_BUFFER_BYTES)
     if code := store.setup(host, "P2PHANDSHAKE", *sizes, protocol, devices, address):
-        raise TransferError(f"Mooncake at {address} cannot be reached ({code})")
+        raise TransferError(
+            f"Mooncake at {address} cannot be reached ({code}): check its port, and that this "
+            "machine has the memory and the devices that it is to use"
+        )
     return store
 
 

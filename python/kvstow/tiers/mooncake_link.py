@@ -22,7 +22,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -32,6 +32,9 @@ from kvstow._core import TransferError
 
 # A master that takes longer would hold up the process for as long.
 _ANSWER_S: Final = 2.0
+# To this a server of HTTP or a RESP server answers. A master closes the connection.
+_QUESTION: Final = b"GET / HTTP/1.0\r\nFrom: kvstow, which looks for a Mooncake master\r\n\r\n"
+_OTHERS: Final = (b"HTTP/", b"+", b"-")
 
 
 def check_answers(address: str) -> None:
@@ -41,15 +44,27 @@ def check_answers(address: str) -> None:
     system still accepts connections, but nobody closes them.
 
     Raises:
-        TransferError: it does not answer soon.
+        TransferError: it does not answer soon, or is another server.
     """
     host, _, port = address.rpartition(":")
+    said = b""
     try:
         with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
+        with (
+            suppress(OSError),  # a master resets the connection
+            socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection,
+        ):
+            connection.sendall(_QUESTION)
+            said = connection.recv(8)
     except (OSError, ValueError) as error:  # the latter for a name that no system can look up
         raise TransferError(f"Mooncake at {address} cannot be reached ({error})") from error
+    if said.startswith(_OTHERS):
+        raise TransferError(
+            f"the server at {address} is no Mooncake master: name the master's port in the URL, "
+            "not that of its metrics or of another server"
+        )
 
 
 class Link:

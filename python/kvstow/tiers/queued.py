@@ -31,6 +31,7 @@ import numpy as np
 
 from kvstow._core import ConfigError, StateError, TransferError
 from kvstow.arguments import checked_int
+from kvstow.tiers.breaker import LOG_EVERY_S
 from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.sums import ArenaSums
 from kvstow.tiers.ticket import Bools, TierTicket
@@ -160,6 +161,7 @@ class QueuedTier(SharedTier):
         self._num_queued = 0  # blocks of puts that have not ended
         self._queued: set[Job] = set()
         self._is_closed = self._is_forked = False
+        self._report_s = 0.0  # when the log may have the next traceback
         # Each job stands in its queue once for each of its parts.
         self._puts: SimpleQueue[Job | None] = SimpleQueue()
         self._others: SimpleQueue[Job | None] = SimpleQueue()
@@ -351,7 +353,9 @@ class QueuedTier(SharedTier):
         except TransferError as known:
             error = known
         except Exception as unexpected:
-            logger.exception("kvstow: the shared tier failed; please report this")
+            if time.monotonic() >= self._report_s:
+                self._report_s = time.monotonic() + LOG_EVERY_S
+                logger.exception("kvstow: the shared tier failed; please report this")
             # Only the type, because the text of an error may contain a password.
             name = type(unexpected).__name__
             error = TransferError(f"the shared tier failed ({name}); the log has the traceback")

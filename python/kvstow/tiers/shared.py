@@ -37,7 +37,7 @@ class SharedStore:
         password_file: file with the password, which each new connection reads again. Without it,
             the environment variable KVSTOW_SHARED_PASSWORD counts. The user is
             KVSTOW_SHARED_USERNAME in both cases.
-        ca_file: certificates that vouch for the servers; None for those of the system.
+        ca_file: the only certificates that vouch for the servers; None for those of the system.
         certificate_file: this side's certificate, if the servers ask for one.
         key_file: its key.
         ttl_s: seconds after which a RESP server drops a block; None to keep it.

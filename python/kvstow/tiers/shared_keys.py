@@ -23,6 +23,7 @@ from kvstow.tiers.resp.address import (
     Credentials,
     Security,
 )
+from kvstow.tiers.resp.login import hide_password
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.tiers.resp.reasons import ACCESS, OF_CLUSTER, reason
 
@@ -135,7 +136,8 @@ def _clients(
 ) -> Iterator[list[Any]]:
     """Yield a redis-py client for each server that has keys."""
     address = Address.parse(url)
-    nodes = Nodes(address, credentials or Credentials.find(), security or Security(), 30.0)
+    credentials = credentials or Credentials.find()
+    nodes = Nodes(address, credentials, security or Security(), 30.0)
     clients: list[Any] = []
     try:
         clients += [nodes.client(node) for node in nodes.ask(math.inf).servers]
@@ -143,6 +145,7 @@ def _clients(
             _refuse_cluster(clients, address)
         yield clients
     except nodes.errors as error:
+        hide_password(error, credentials)
         why = reason(error)
         if why == ACCESS:
             why = (

@@ -188,7 +188,8 @@ class Options:
         shared_password_file: a file with the store's password, which each new connection reads
             again. The default is the environment variable KVSTOW_SHARED_PASSWORD. The user is
             KVSTOW_SHARED_USERNAME in both cases.
-        shared_ca_file: certificates that vouch for the store. The default is those of the system.
+        shared_ca_file: the only certificates that vouch for the store. The default is those of
+            the system.
         shared_certificate_file: the server's own certificate, if the store asks for one.
         shared_key_file: its key.
         shared_ask_timeout_s: the most seconds that a request waits for the store to say what it

@@ -11,7 +11,9 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.docs.pages import blocks as blocks_of
 from tests.tiers.resp.server import Server, sentinel
-from tests.tiers.resp.small import patient
+from tests.tiers.resp.simulated import Simulated, refuses
+from tests.tiers.resp.small import BLOCKS as SMALL_BLOCKS
+from tests.tiers.resp.small import ended, get, opened, patient, put
 from tests.tiers.resp.tls import Authority, TlsServer
 from tests.tiers.setup import LONG_S, answered, blocks, random_arena
 
@@ -112,6 +114,51 @@ def test_a_login_that_is_not_utf_8_is_refused_without_its_text(
         ) as refused:
             call()
         assert "same" not in repr(refused.value)
+
+
+SAID = b"x" * 280 + b"open-s\xc3\xa9same, or rather open-s\xc3\xa9same"
+
+
+@pytest.mark.parametrize("command", [b"SET", b"GET", b"EXISTS", b"CLUSTER"])
+@pytest.mark.parametrize("form", [b"-", b"+", b"-ERR "])
+def test_no_text_of_a_server_shows_the_password(
+    small_arena: HostArena, caplog: pytest.LogCaptureFixture, command: bytes, form: bytes
+) -> None:
+    said = form + (SAID if form == b"-ERR " else SAID[280:]) + b"\r\n"
+    with Simulated(lambda words, _: said if words[0] == command else None) as server:
+        url = server.url.replace("redis", "redis+cluster") if command == b"CLUSTER" else server.url
+        login = Credentials(password="open-sésame")
+        with opened(small_arena, url, credentials=login) as tier:
+            for _ in range(4):
+                errors = [
+                    put(tier).error,
+                    get(tier).error,
+                    ended(tier.contains(SMALL_BLOCKS)).error,
+                ]
+                for error in filter(None, errors):
+                    assert "open" not in f"{error!r} {error.__cause__!r}"
+    assert "open" not in caplog.text
+
+
+@pytest.mark.parametrize("call", [b"SCAN", b"INFO"])
+def test_no_text_of_a_server_shows_the_password_while_keys_are_counted(call: bytes) -> None:
+    said = b"-ERR open-sesame\r\n"
+    with Simulated(lambda words, _: said if words[0] == call else None) as server:
+        with pytest.raises(TransferError) as refused:
+            count_blocks(server.url, credentials=Credentials(password="open-sesame"))
+        assert "sesame" not in f"{refused.value!r} {refused.value.__cause__!r}"
+
+
+def test_a_password_that_is_part_of_a_refusal_changes_not_its_meaning(
+    small_arena: HostArena,
+) -> None:
+    login = Credentials(password="O")
+    with (
+        Simulated(refuses([b"SET"], b"OOM no room")) as server,
+        opened(small_arena, server.url, credentials=login) as tier,
+    ):
+        for _ in range(5):
+            assert "refused: ******M no room" in str(put(tier).error)
 
 
 def test_a_password_file_that_is_empty_at_the_start_is_read_again(

@@ -18,7 +18,7 @@ from tests.tiers.setup import LONG_S
 
 from kvstow.tiers import breaker, queued
 from kvstow.tiers.namespace import Namespace
-from kvstow.tiers.resp import commands
+from kvstow.tiers.resp import Credentials, commands
 from kvstow.tiers.resp import tier as resp_tier
 from kvstow.tiers.resp.login import log_in_within
 from kvstow.transfer import HostArena
@@ -36,7 +36,7 @@ def test_a_connection_that_comes_after_the_deadline_serves_the_next_call(
     """Otherwise no call is ever answered: connecting takes longer than each of them may."""
 
     def slowly(words: Words, _: socket.socket) -> None:
-        if words[0] == b"CLIENT":
+        if words[0] == b"QUESTION":
             time.sleep(0.1)
 
     server.override = slowly
@@ -91,6 +91,30 @@ def test_the_error_of_a_wrong_answer_shows_no_bytes_of_a_block(
     assert "prompt" not in error
 
 
+def test_a_proxy_that_knows_only_the_commands_for_blocks_serves(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Such as twemproxy, which closes the connection at each other command."""
+    known = (b"QUESTION", b"AUTH", b"GET", b"SET", b"EXISTS", b"DEL")
+    server.override = lambda words, _: None if words[0] in known else b""
+    with opened(small_arena, server.url, credentials=Credentials(password="open-sesame")) as tier:
+        assert "closed the connection" in str(put(tier).error), "it does not say its policy"
+        assert put(tier).ok.all()
+        assert get(tier).ok.all()
+    unknown = server.asked.keys() - set(known)
+    assert unknown == {b"INFO"}
+
+
+@pytest.mark.parametrize("answer", [b"-NOPERM", b"-LOADING", b"-MOVED 7 a:1", b"-ERR", b"+OK"])
+def test_each_answer_to_the_question_of_a_login_will_do(
+    small_arena: HostArena, server: Simulated, answer: bytes
+) -> None:
+    server.override = lambda words, _: answer + b"\r\n" if words[0] == b"QUESTION" else None
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        assert server.num_connections == 1
+
+
 def test_hiredis_gives_up_such_a_login_too() -> None:
     """It reads by another call of the socket than redis-py itself."""
     drips = SimpleNamespace(recv_into=len, settimeout=lambda _: None)
@@ -99,9 +123,11 @@ def test_hiredis_gives_up_such_a_login_too() -> None:
         for _ in range(1_000_000):
             connection._sock.recv_into(b"+")
 
-    connection = SimpleNamespace(_sock=drips, on_connect=on_connect, credential_provider=None)
+    connection = SimpleNamespace(
+        _sock=drips, on_connect=on_connect, disconnect=list, credential_provider=None
+    )
     with pytest.raises(TimeoutError):
-        log_in_within(0.001)(connection)
+        log_in_within(0.001, None, ())(connection)
     assert connection._sock is drips
 
 
@@ -115,7 +141,7 @@ def test_a_login_with_an_endless_answer_takes_no_memory() -> None:
 
     connection = SimpleNamespace(_sock=endless, on_connect=on_connect, credential_provider=None)
     with pytest.raises(ValueError, match="more than 64 KiB"):
-        log_in_within(LONG_S)(connection)
+        log_in_within(LONG_S, None, ())(connection)
 
 
 def test_the_text_of_a_server_cannot_forge_a_line_of_the_log(
@@ -193,6 +219,28 @@ def test_the_log_says_when_a_server_takes_puts_again(
         assert put(tier).ok.all()
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
     assert "takes puts again" in caplog.records[1].getMessage()
+
+
+def test_a_server_that_flaps_does_not_fill_the_log(
+    small_arena: HostArena,
+    server: Simulated,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 0.0)
+    with opened(small_arena, server.url) as tier:
+        for num_times in (7, 1):
+            for _ in range(num_times):
+                server.override = refuses([b"SET"], b"READONLY a replica")
+                for _ in range(3):
+                    assert not put(tier).ok.any()
+                server.override = refuses([], b"")
+                assert put(tier).ok.all()
+            monkeypatch.setattr(breaker, "LOG_EVERY_S", 0.0)
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["takes no puts (READONLY a replica)" in text for text in texts] == [True, *3 * [False]]
+    assert ["takes puts again" in text for text in texts] == [False, True, False, True]
+    assert "(READONLY a replica; 7 times since the last such warning)" in texts[2]
 
 
 @pytest.mark.parametrize(
@@ -446,7 +494,7 @@ def test_an_answer_that_comes_too_late_is_not_that_of_the_next_call(
 def test_an_answer_of_another_kind_is_no_success(
     small_arena: HostArena, server: Simulated, said: bytes
 ) -> None:
-    server.override = lambda words, _: None if words[0] in (b"INFO", b"CLIENT", b"GET") else said
+    server.override = lambda words, _: None if words[0] in (b"INFO", b"QUESTION", b"GET") else said
     with opened(small_arena, server.url) as tier:
         for ticket in (put(tier), ended(tier.contains(BLOCKS)), ended(tier.delete(BLOCKS))):
             assert not ticket.ok.any()

@@ -117,6 +117,52 @@ def test_a_key_that_has_a_password_now_asks_no_terminal(
     assert passwords and None not in passwords
 
 
+@pytest.mark.parametrize("are_trusted", [True, False])
+def test_only_the_authorities_of_ca_file_are_trusted(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch, *, are_trusted: bool
+) -> None:
+    """Otherwise each authority of the system may vouch for a store in a private network."""
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    of_system, own = map(Authority, folders)
+    monkeypatch.setenv("SSL_CERT_FILE", of_system.ca_file)
+    with Server(tmp_path) as plain, TlsServer(plain.port, of_system.issue("127.0.0.1")) as server:
+        url = f"rediss://127.0.0.1:{server.port}"
+        security = Security() if are_trusted else Security(own.ca_file)
+        with patient(arena, url, NAMESPACE, security=security) as tier:
+            error = answered(tier.put(BLOCKS, range(20))).error
+            assert error is None if are_trusted else "does not verify" in str(error)
+        if not are_trusted:
+            with pytest.raises(TransferError, match="its certificate does not verify"):
+                count_blocks(url, security=security)
+
+
+@pytest.mark.parametrize("name", ["ca_file", "certificate_file", "key_file"])
+@pytest.mark.parametrize("content", ["", "other", None])
+def test_a_file_for_tls_that_its_renewal_broke_is_named(
+    tmp_path: Path, arena: HostArena, authority: Authority, name: str, content: str | None
+) -> None:
+    files = {"ca_file": tmp_path / "ca.pem", "certificate_file": tmp_path / "a.pem"}
+    files["key_file"] = tmp_path / "a.key"
+    for file, whole in zip(files.values(), (authority.ca_file, *authority.issue("a")), strict=True):
+        file.write_bytes(Path(whole).read_bytes())
+    security = Security(**{key: str(file) for key, file in files.items()})
+    with Server(tmp_path) as plain, TlsServer(plain.port, authority.issue("127.0.0.1")) as server:
+        url = f"rediss://127.0.0.1:{server.port}"
+        with patient(arena, url, NAMESPACE, security=security) as tier:
+            if content is None:
+                files[name].unlink()
+            elif content:
+                source = files["key_file" if name == "ca_file" else "ca_file"]
+                files[name].write_bytes(source.read_bytes())
+            else:
+                files[name].write_text("")
+            error = str(answered(tier.put(BLOCKS, range(20))).error)
+            assert f"{name} '{files[name]}'" in error
+            assert "name PEM files, with this side's certificate and its own key" in error
+
+
 def test_a_server_without_tls_is_named_as_one(tmp_path: Path, arena: HostArena) -> None:
     with Server(tmp_path) as plain:
         url = f"rediss://127.0.0.1:{plain.port}"
@@ -199,7 +245,7 @@ def refuse_other_machines(listener: socket.socket) -> None:
 def test_a_server_in_protected_mode_is_named_as_one(
     arena: HostArena, form: str, login: Credentials
 ) -> None:
-    """Else the error is "Broken pipe": redis-py takes the refusal for one of CLIENT SETINFO."""
+    """Else the refusal passes for the answer to the question of a login."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=refuse_other_machines, args=[listener], daemon=True).start()
         url = form.format(f"127.0.0.1:{listener.getsockname()[1]}")

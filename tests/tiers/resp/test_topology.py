@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from tests.tiers.resp.simulated import Simulated, Words, bulk, refuses, sentinel_of, slots_of
+from tests.tiers.resp.simulated import Simulated, Words, array, bulk, refuses, sentinel_of, slots_of
 from tests.tiers.resp.small import BLOCKS, ended, get, key_of, opened, put
 from tests.tiers.setup import LONG_S
 
@@ -336,6 +336,30 @@ def test_the_other_servers_are_asked_if_those_of_the_url_are_gone(
         put(tier)
         assert put(tier).ok.all()
         assert tier.nodes._sources[0].port == named.port, "it is asked first once it is back"
+
+
+@pytest.mark.parametrize(
+    ("host", "facts"),
+    [
+        (bulk(b"?"), array(bulk(b"hostname"), bulk(b"x"), bulk(b"ip"), bulk(b"127.0.0.1"))),
+        (bulk(b"?"), array()),
+        (b"$-1\r\n", array(bulk(b"ip"), bulk(b"192.0.2.1"))),
+        (bulk(b""), array()),
+        (bulk(b""), None),
+    ],
+    ids=["named by its address", "not named at all", "NULL", "empty", "empty, of Redis 3"],
+)
+def test_a_server_of_a_cluster_without_a_hostname_is_found(
+    small_arena: HostArena, stack: ExitStack, host: bytes, facts: bytes | None
+) -> None:
+    """Its host is "?" if the cluster prefers hostnames, and NULL if it prefers none."""
+    server = stack.enter_context(Simulated())
+    more = () if facts is None else (bulk(b"id"), facts)
+    named = array(host, b":%d\r\n" % server.port, *more)
+    answer = array(array(b":0\r\n", b":16383\r\n", named))
+    server.override = lambda words, _: answer if words[0] == b"CLUSTER" else None
+    with opened(small_arena, f"redis+cluster://127.0.0.1:{server.port}") as tier:
+        assert put(tier).ok.all()
 
 
 def test_keys_of_slots_that_no_server_has_fail_alone(

@@ -161,7 +161,7 @@ class Security:
     """How TLS proves both sides. It always checks the server's certificate and name.
 
     Attributes:
-        ca_file: certificates that vouch for the server; None for those of the system.
+        ca_file: the only certificates that vouch for the server; None for those of the system.
         certificate_file: this side's certificate, if the server asks for one.
         key_file: its key.
     """
@@ -193,19 +193,30 @@ class Security:
                 f"key_file is {os.fspath(self.key_file)!r}, and certificate_file is missing: name "
                 "the certificate of this key"
             )
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        if given:
+            self.context()
+
+    def context(self) -> ssl.SSLContext:
+        """Return what connects by TLS, with what the files hold now.
+
+        Raises:
+            ConfigError: TLS cannot use the files.
+        """
+        used = {"ca_file": self.ca_file}
         try:
-            if self.ca_file is not None:
-                context.load_verify_locations(self.ca_file)
+            context = ssl.create_default_context(cafile=self.ca_file)
             if self.certificate_file is not None:
+                used = {"certificate_file": self.certificate_file, "key_file": self.key_file}
                 # For the password of a key, OpenSSL would ask the terminal.
                 context.load_cert_chain(self.certificate_file, self.key_file, password="")
         except OSError as error:
-            names = ", ".join(f"{name} {os.fspath(path)!r}" for name, path in given.items())
+            named = ((name, path) for name, path in used.items() if path is not None)
+            names = ", ".join(f"{name} {os.fspath(path)!r}" for name, path in named)
             raise ConfigError(
-                f"TLS cannot use {names} ({error.strerror}): name PEM files, with this side's key "
-                "without a password"
+                f"TLS cannot use {names} ({error.strerror}): name PEM files, with this side's "
+                "certificate and its own key without a password"
             ) from error
+        return context
 
 
 def _parts(url: str) -> list[str]:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Collection
 from typing import Final, Literal, TypeAlias
 
-from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, Breaker
+from kvstow.tiers.breaker import ANSWERS_AGAIN, FAILS, Breaker, with_times
 from kvstow.tiers.resp.address import Address, Node
 from kvstow.tiers.resp.reasons import OF_CLUSTER, reason
 
@@ -50,9 +50,9 @@ class Health:
 
     def failed(self, error: Exception, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has failed."""
-        if self._breaker(node, kind).failed():
-            at = node or self._address
-            logger.warning(_TAKES_NO_PUTS if kind == "put" else FAILS, at, reason(error))
+        if num_times := self._breaker(node, kind).failed():
+            at, why = node or self._address, with_times(reason(error), num_times)
+            logger.warning(_TAKES_NO_PUTS if kind == "put" else FAILS, at, why)
 
     def succeeded(self, node: Node | None, kind: Kind = "ask") -> None:
         """Note that a server has answered."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import socket
+import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
-# A login, the name and the version of redis-py, and the database.
+from kvstow.tiers.namespace import KEY_PREFIX
+
+# A login, which old servers want in another form, the database, and a question.
 _STEPS: Final = 4
 # No answer to these is longer than a line.
 _MAX_BYTES: Final = 64 << 10
@@ -60,33 +64,55 @@ class _Bounded:
             raise ValueError("the server answers a login with more than 64 KiB")
 
 
-def log_in_within(limit_s: float) -> Callable[[Any], None]:
+def log_in_within(
+    limit_s: float, context: ssl.SSLContext | None, refusals: tuple[type[Exception], ...]
+) -> Callable[[Any], None]:
     """Return how a connection of redis-py logs in, for its option `redis_connect_func`.
 
     By itself redis-py waits that long for each piece of an answer. If single bytes drip in, it
-    waits for ever. It also keeps all of an answer that has no end.
+    waits for ever. It also keeps all of an answer that has no end. It sends CLIENT SETINFO, at
+    which some proxies close the connection. And its TLS always trusts the system's authorities.
 
     Args:
         limit_s: the most seconds for each step.
+        context: for TLS; None for a connection without it.
+        refusals: what redis-py raises if a server answers with an error, and is there.
     """
 
     def log_in(connection: Any) -> None:
         own = connection._sock
-        connection._sock = bounded = _Bounded(own, limit_s)
         try:
-            connection.on_connect()
-        except Exception as error:
-            if bounded.is_denied:  # redis-py takes it for an answer to CLIENT SETINFO
-                error.args = ("DENIED by the protected mode of the server",)
-            _hide_password(error, connection.credential_provider)
+            if context is not None:
+                own = context.wrap_socket(own, server_hostname=connection.host)
+            connection._sock = bounded = _Bounded(own, limit_s)
+            _log_in(connection, bounded, refusals)
+        except OSError:  # after which redis-py does not close
+            connection.disconnect()
             raise
-        else:
-            bounded.end_login()
         finally:
             if connection._sock is not None:  # it is None after an error that closed it
                 connection._sock = own
 
     return log_in
+
+
+def _log_in(connection: Any, bounded: _Bounded, refusals: tuple[type[Exception], ...]) -> None:
+    # The versions of redis-py have different names for what they send with CLIENT SETINFO.
+    connection.driver_info = connection.lib_name = connection.lib_version = None
+    try:
+        connection.on_connect()
+        # A server that hangs is noticed now. Each access list allows this, and any answer will do.
+        connection.send_command("EXISTS", KEY_PREFIX, check_health=False)
+        with suppress(*refusals):
+            connection.read_response(disconnect_on_error=False)
+        if bounded.is_denied:
+            raise ConnectionError
+    except Exception as error:
+        if bounded.is_denied:
+            error.args = ("DENIED by the protected mode of the server",)
+        hide_password(error, connection.credential_provider)
+        raise
+    bounded.end_login()
 
 
 def causes(error: BaseException) -> list[BaseException]:
@@ -99,14 +125,19 @@ def causes(error: BaseException) -> list[BaseException]:
     return found
 
 
-def _hide_password(error: BaseException, credentials: Any) -> None:
-    """Remove the password from an error of a login, and from what led to it.
+def password_of(credentials: Any) -> str:
+    """Return the password that a connection logs in with now; empty for none."""
+    sent = credentials.get_credentials() if credentials is not None else ()
+    return sent[-1] if sent else ""
+
+
+def hide_password(error: BaseException, credentials: Any) -> None:
+    """Remove the password from an error of redis-py, and from what led to it.
 
     A server that does not know AUTH says what it was given: "unknown command `AUTH`, with args
     beginning with: ...".
     """
-    sent = credentials.get_credentials() if credentials is not None else ()
-    password = sent[-1] if sent else ""
+    password = password_of(credentials)
     for cause in causes(error):
         text = str(cause).partition(", with args beginning with")[0]
         if password:

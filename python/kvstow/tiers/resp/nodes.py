@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from kvstow._core import ConfigError
 from kvstow.tiers.resp.address import MAX_PORT, Address, Credentials, Node, Security
-from kvstow.tiers.resp.login import log_in_within
+from kvstow.tiers.resp.login import log_in_within, password_of
 from kvstow.tiers.resp.wire import Refusal, Wire, WireError, command
 
 # Connecting takes several round trips. A job with less time than this connects for later ones.
@@ -127,7 +127,10 @@ class Nodes:
         self.errors: Final = (redis.RedisError, Refusal, WireError, OSError, NoMaster)
         self.address: Final = address
         self._timeout_s = timeout_s
-        plain = self._connection_options(security)
+        self._security = security
+        # redis-py would try again for seconds, while a request waits.
+        once = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
+        plain: dict[str, Any] = {"retry": once, "protocol": 2}
         # As a provider, because redis-py's errors show the options of a connection.
         self._options = plain | {"credential_provider": credentials}
         # For a server of the URL. The second ones count if one of these servers wants a password.
@@ -148,25 +151,6 @@ class Nodes:
             owner = _by_rendezvous(address.nodes) if len(address.nodes) > 1 else None
             self.known = Topology(address.nodes, owner)
 
-    def _connection_options(self, security: Security) -> dict[str, Any]:
-        redis = self._redis
-        options: dict[str, Any] = {
-            # redis-py would try again for seconds, while a request waits.
-            "retry": redis.retry.Retry(redis.backoff.NoBackoff(), 0),
-            "protocol": 2,
-        }
-        if self.address.is_encrypted:
-            options |= {
-                "ssl_ca_certs": security.ca_file,
-                "ssl_certfile": security.certificate_file,
-                "ssl_keyfile": security.key_file,
-                # For the password of a key that was replaced, OpenSSL would ask the terminal.
-                "ssl_password": "",
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-            }
-        return options
-
     # -- connections ---------------------------------------------------------------------------
 
     def connect(self, node: Node, limit_s: float) -> Wire:
@@ -182,14 +166,15 @@ class Nodes:
         return self._connect(node, limit_s, dict(self._options, db=self.address.database))
 
     def _connect(self, node: Node, limit_s: float, options: dict[str, Any]) -> Wire:
-        redis, options = self._redis, options | self._limits(limit_s)
+        options = options | self._limits(limit_s)
         if node.path:
-            made: Any = redis.UnixDomainSocketConnection(path=node.path, **options)
+            made: Any = self._redis.UnixDomainSocketConnection(path=node.path, **options)
         else:
-            kind = redis.SSLConnection if self.address.is_encrypted else redis.Connection
-            made = kind(host=node.host, port=node.port, **options)
+            made = self._redis.Connection(host=node.host, port=node.port, **options)
         try:
-            return Wire(made)
+            # Looking up a name takes as long as the system's resolver lets it, some 10 s for each
+            # of its servers. Tickets answer at their deadline, and their slots stay reserved.
+            return Wire(made, password_of(options.get("credential_provider")))
         # Of the system's resolver, or of redis-py, which then goes on.
         except (OverflowError, RecursionError, ValueError) as error:
             made.disconnect()
@@ -197,11 +182,21 @@ class Nodes:
             raise WireError(why) from error
 
     def _limits(self, limit_s: float) -> dict[str, Any]:
-        limit_s = min(max(limit_s, _MIN_CONNECT_S), self._timeout_s)
+        """Return how to log in.
+
+        Raises:
+            WireError: TLS cannot use its files any more.
+        """
+        redis, limit_s = self._redis, min(max(limit_s, _MIN_CONNECT_S), self._timeout_s)
+        try:
+            context = self._security.context() if self.address.is_encrypted else None
+        except ConfigError as error:
+            raise WireError(str(error)) from error
+        refusals = redis.ResponseError, redis.BusyLoadingError
         return {
             "socket_timeout": limit_s,
             "socket_connect_timeout": limit_s,
-            "redis_connect_func": log_in_within(limit_s),
+            "redis_connect_func": log_in_within(limit_s, context, refusals),
         }
 
     def client(self, node: Node) -> Any:
@@ -209,8 +204,7 @@ class Nodes:
         options = dict(self._options, db=self.address.database) | self._limits(self._timeout_s)
         if node.path:
             return self._redis.Redis(unix_socket_path=node.path, **options)
-        ssl = self.address.is_encrypted
-        return self._redis.Redis(host=node.host, port=node.port, ssl=ssl, **options)
+        return self._redis.Redis(host=node.host, port=node.port, **options)
 
     # -- which server has a key ----------------------------------------------------------------
 
@@ -317,11 +311,13 @@ class Nodes:
         finally:
             wire.close()
         if isinstance(answer, Refusal):
-            raise answer
+            # Sentinel has no command of a login's question, and says so without a password.
+            raise self._wants_login(str(answer)) if answer.code == "NOAUTH" else answer
         try:
             return self._master(answer) if is_sentinel else self._slots(answer, node)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise WireError(f"expected a list of servers, got {str(answer)[:40]}") from error
+            shown = wire.shown(answer) if isinstance(answer, bytes) else str(answer)[:40]
+            raise WireError(f"expected a list of servers, got {shown}") from error
 
     def _master(self, answer: Any) -> Topology | None:
         """Read the answer to SENTINEL MASTERS."""
@@ -334,20 +330,32 @@ class Nodes:
         return None
 
     def _slots(self, answer: Any, asked: Node) -> Topology:
-        """Read the answer to CLUSTER SLOTS. A server without a name of its own is the one asked."""
+        """Read the answer to CLUSTER SLOTS."""
         owners: list[Node | None] = [None] * _NUM_SLOTS
         if len(answer) > _NUM_SLOTS:
             raise ValueError(len(answer))
-        for first, last, (host, port, *_), *_ in answer:
+        for first, last, named, *_ in answer:
             if not 0 <= first <= last < _NUM_SLOTS:
                 raise ValueError(first, last)
-            owner = _named(host.decode("ascii") if host else asked.host, port)
+            owner = _named(_host(named) or asked.host, named[1])
             owners[first : last + 1] = [owner] * (last + 1 - first)
         servers = tuple(dict.fromkeys(owner for owner in owners if owner is not None))
         if not servers:
             raise WireError("the cluster has given no slot to a server: run CLUSTER ADDSLOTS")
         key_slot = self._redis.crc.key_slot
         return Topology(servers, lambda key: owners[key_slot(key)])
+
+
+def _host(named: Any) -> str:
+    """Return the host of a server in an answer to CLUSTER SLOTS; empty for that of the one asked.
+
+    A cluster that prefers hostnames calls a server without one "?", and adds its address.
+    """
+    host, _, *more = named
+    if host == b"?":
+        facts = more[1] if len(more) > 1 else []
+        host = dict(zip(facts[::2], facts[1::2], strict=True)).get(b"ip")
+    return host.decode("ascii") if host else ""
 
 
 def _named(host: str, port: bytes | int) -> Node:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from typing import Final
 
+from kvstow._core import ConfigError
 from kvstow.texts import MOST_OF_AN_ERROR, on_one_line
 from kvstow.tiers.resp.address import PASSWORD_VARIABLE, USERNAME_VARIABLE
 from kvstow.tiers.resp.login import causes
@@ -24,7 +25,7 @@ _PROTECTED: Final = (
 )
 _ENDED: Final = (
     "it ended the connection before the first command: see whether it wants TLS (rediss://) or a "
-    "certificate of this side, or is a proxy that refuses CLIENT"
+    "certificate of this side"
 )
 # What redis-py and OpenSSL say of it. `wire` has other words.
 _ENDS: Final = ("Connection closed by server", "while reading from", "while writing to", "_ALERT_")
@@ -59,6 +60,8 @@ def reason(error: BaseException) -> str:
 def _known(error: BaseException) -> str | None:
     """Return what is wrong and what to do about it, or None if that is not known."""
     for cause in causes(error):
+        if isinstance(cause, ConfigError):  # files for TLS that were replaced
+            return str(cause)
         if isinstance(cause, ssl.SSLCertVerificationError):
             return (
                 f"its certificate does not verify ({cause.verify_message}): name the file of the "

@@ -52,11 +52,11 @@ class Refusal(Exception):
         code: the first word of the answer.
     """
 
-    def __init__(self, line: bytes) -> None:
-        """Take the answer."""
-        text = on_one_line(line.decode("ascii", "replace"), MOST_OF_AN_ERROR)
-        super().__init__(text)
-        self.code = text.partition(" ")[0]
+    def __init__(self, line: bytes, password: bytes = b"") -> None:
+        """Take the answer. If it repeats the password, its text does not."""
+        text = _hidden(line, password).decode("ascii", "replace")
+        super().__init__(on_one_line(text, MOST_OF_AN_ERROR))
+        self.code = line.partition(b" ")[0].decode("ascii", "replace")
 
 
 class Connects(Protocol):
@@ -72,13 +72,24 @@ class Connects(Protocol):
 class Wire:
     """Commands to one server, and its answers."""
 
-    def __init__(self, connection: Connects, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        connection: Connects,
+        password: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Connect.
+
+        Args:
+            connection: what connects, and logs in.
+            password: of the login. No error of this connection contains it.
+            clock: seconds, as `time.monotonic` gives them.
 
         Raises:
             redis.RedisError: no connection.
         """
         self._connection = connection
+        self._password = password.encode()
         self._clock = clock
         connection.connect()
         # redis-py has no public name for it.
@@ -161,7 +172,7 @@ class Wire:
             return ""
         # Answers to puts, and nothing of a block's bytes.
         first = next((line for line in said.split(b"\r\n") if line != b"+OK"), b"")
-        return f" ({Refusal(first[1:])})" if first.startswith(b"-") else ""
+        return f" ({self._refusal(first)})" if first.startswith(b"-") else ""
 
     def _receive_now(self, num_bytes: int) -> bytes:
         """Return bytes that have arrived. Raises instead of waiting for the first one."""
@@ -261,20 +272,20 @@ class Wire:
         """Return a status or a number as the server wrote it, or the error that it answered."""
         line = self._line()
         if line[:1] == b"-":
-            return Refusal(line[1:])
+            return self._refusal(line)
         if line[:1] not in (b"+", b":"):
-            raise WireError(f"expected a status, got {_shown(line)}")
+            raise WireError(f"expected a status, got {self.shown(line)}")
         return line[1:]
 
     def bulk_size(self) -> int | Refusal | None:
         """Return the bytes of a value that follows; None for no value."""
         line = self._line(_VALUE_AHEAD_BYTES)
         if line[:1] == b"-":
-            return Refusal(line[1:])
+            return self._refusal(line)
         if line == b"$-1":
             return None
         if line[:1] != b"$" or not line[1:].isdigit() or len(line) > _MAX_SIZE_DIGITS:
-            raise WireError(f"expected a value, got {_shown(line)}")
+            raise WireError(f"expected a value, got {self.shown(line)}")
         return int(line[1:])
 
     def end_bulk(self) -> None:
@@ -291,11 +302,11 @@ class Wire:
         if kind == b"+":
             return rest
         if kind == b"-":
-            return Refusal(rest)
+            return self._refusal(line)
         is_number = rest.removeprefix(b"-").isdigit() and len(rest) <= _MAX_SIZE_DIGITS
         num = int(rest) if is_number else 0
         if not is_number or kind not in (b":", b"$", b"*") or depth > _MAX_DEPTH:
-            raise WireError(f"expected an answer, got {_shown(line)}")
+            raise WireError(f"expected an answer, got {self.shown(line)}")
         if kind == b":":
             return num
         if num > _MAX_ANSWER_BYTES:
@@ -310,6 +321,14 @@ class Wire:
         self.end_bulk()
         return bytes(text)
 
+    def _refusal(self, line: bytes) -> Refusal:
+        return Refusal(line[1:], self._password)
+
+    def shown(self, line: bytes) -> str:
+        """Return what a message shows of an answer: nothing of the bytes of a block."""
+        text = _hidden(line, self._password)[:40].decode("latin-1")
+        return repr(text) if text.isascii() and text.isprintable() else "bytes that are no text"
+
     def _bound_answer(self, num_bytes: int, *, is_first: bool = False) -> None:
         """Count the bytes of an answer with all of its parts, before they take memory."""
         self._answer_bytes = num_bytes if is_first else self._answer_bytes + num_bytes
@@ -317,10 +336,9 @@ class Wire:
             raise WireError(f"an answer has more than {_MAX_ANSWER_BYTES} bytes")
 
 
-def _shown(line: bytes) -> str:
-    """Return what a message shows of an answer: nothing of the bytes of a block."""
-    text = line[:40].decode("latin-1")
-    return repr(text) if text.isascii() and text.isprintable() else "bytes that are no text"
+def _hidden(line: bytes, password: bytes) -> bytes:
+    """Return a line of a server without the password."""
+    return line.replace(password, b"***") if password else line
 
 
 def command(*words: bytes) -> bytes:
