@@ -155,6 +155,8 @@ class ReqContext:
     _offload_key_positions: optional
 
 class RequestOffloadingContext: ...
+
+class ScheduleEndContext: ...
 """,
     "vllm.v1.kv_offload.config": """
 class OffloadingConfig:
@@ -173,6 +175,7 @@ class OffloadingModelConfig:
 
 class OffloadingParallelConfig:
     rank: ...
+    pp_size: ...
     data_parallel_index: ...
 """,
     "vllm.v1.kv_offload.tiering.base": """
@@ -209,6 +212,8 @@ class SecondaryTierManager:
     def on_new_request(self, req_context): ...
     @override
     def on_request_finished(self, req_context): ...
+    @override
+    def on_schedule_end(self, context): ...
     @override
     def drain_jobs(self): ...
     @override
@@ -728,5 +733,11 @@ ORDERS = [
         "TieringOffloadingManager.reset_cache",
         ("tier.drain_jobs", "_process_finished_jobs", "primary_tier.reset_cache"),
         "every reset drains the tiers, which then drop what may be of old weights",
+    ),
+    (
+        "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker",
+        "OffloadingConnectorWorker.handle_preemptions",
+        ("worker.submit_store", "worker.wait"),
+        "the first step after a reset ends what the workers copy between the GPU and the CPU tier",
     ),
 ]

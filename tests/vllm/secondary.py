@@ -154,8 +154,14 @@ class World:
         return request
 
     def reset(self) -> None:
-        """Reset as vLLM does, whose workers have nothing left to write."""
+        """Reset as vLLM does, and let its workers write what they have left."""
         self.manager.reset_cache()
+        self.flush()
+        for _ in range(2):
+            self.end_step()
+
+    def flush(self) -> None:
+        """Report that the workers have nothing left to write of before a reset."""
         if (flushed := getattr(self.manager, "on_reset_flushed", None)) is not None:  # vLLM 0.33
             flushed()
 

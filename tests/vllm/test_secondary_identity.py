@@ -13,6 +13,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
+from tests.tiers.setup import LONG_S
 from tests.vllm import secondary
 from tests.vllm.halves import FULL, cache_config, engine_config
 from tests.vllm.secondary import KEYS, Make, Model, World, content, fill_primary
@@ -411,6 +412,34 @@ def test_reset_keeps_chunks_while_the_version_of_the_weights_is_the_same(
     assert world.load(KEYS[1]) is None
     slots = tmp_path / "slots"
     assert f"kvstow: {version} names other weights, so this reset empties {slots}" in log
+
+
+def test_load_after_a_reset_waits_until_workers_have_written_what_they_had_left(
+    make: Make, version: Path
+) -> None:
+    """vLLM gives the chunks of its CPU tier away at once. The workers hear of it a step later."""
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    running = world.manager.prepare_store(KEYS[8:9], world.request("running", KEYS[8:9]))
+    assert running is not None
+    world.manager.reset_cache()
+    request = world.request("next", KEYS[:4])
+    for key in KEYS[:4]:
+        world.manager.lookup(key, request)
+    world.end_step()
+    for job in world.disk._jobs:
+        assert job.ticket is not None
+        job.ticket.wait(LONG_S)
+    is_early = world.has(KEYS[0])
+    rows = np.asarray(world.view).view(np.uint8)
+    rows[running.store_spec.chunk_ids[0]] = content(KEYS[8])
+    del rows
+    world.flush()
+    for key in KEYS[:4]:
+        found = world.load(key)
+        assert found is not None
+        np.testing.assert_array_equal(found, content(key))
+    assert not is_early, "with asynchronous scheduling, the workers are a step behind"
 
 
 def test_message_of_a_missing_version_names_the_tier(make: Make, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ from kvstow.tiers.slot_store import SlotStore
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm import secondary_tier
 from kvstow.vllm.secondary_file import DISK_KEYS
+from kvstow.vllm.secondary_job import Job
 from kvstow.vllm.secondary_tier import KVStowDisk
 
 
@@ -367,7 +368,7 @@ def test_many_jobs_that_end_together_are_told_in_one_pass(
     def refuse(*_: object) -> bool:
         raise AssertionError("jobs are compared with each other")
 
-    monkeypatch.setattr(secondary_tier._Job, "__eq__", refuse)
+    monkeypatch.setattr(Job, "__eq__", refuse)
     world = make()
     for number, key in enumerate(KEYS[:2]):
         job: Any = SimpleNamespace(

@@ -19,6 +19,8 @@ How a wrong block could be served, and what prevents it:
   are in no key's place, or in `_busy`, and are never taken.
 - vLLM gives a chunk to another block while a thread still fills or reads it: a job is reported only
   when its ticket has ended. So a read that never returns keeps its request waiting.
+- vLLM gives a chunk to another block at a reset, while a worker still moves the old one: until the
+  workers have carried out the first step after the reset, a load waits.
 - Weights change in place: vLLM drains the tiers at each reset, and says no reason. Then every block
   goes, durably, unless the file of `weights_version_path` has not changed. The first lookup of
   all, and after a reset, reads that file again, because vLLM resets before it sleeps, and not when
@@ -48,6 +50,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingEvent,
     ReqContext,
     RequestOffloadingContext,
+    ScheduleEndContext,
     get_offload_block_hash,
     get_offload_group_idx,
 )
@@ -59,6 +62,7 @@ from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_file import begin_renewal, secondary_file
 from kvstow.vllm.secondary_identity import chunks_fingerprint
+from kvstow.vllm.secondary_job import Job
 from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
 
@@ -78,29 +82,6 @@ _KEEPS_NAMES: Final[dict[str, Any]] = (
 )
 # A write that hangs must not hold up the requests that ask for its chunks.
 _PATIENCE_S: Final = 1.0
-
-
-@dataclasses.dataclass(slots=True)
-class _Job:
-    """A store or a load that vLLM has not heard of again.
-
-    Attributes:
-        order: what vLLM has asked for.
-        keys: its keys, in the order of the blocks of the ticket.
-        slots: their slots.
-        ticket: None if the tier had nothing to do.
-        is_load: whether it fills chunks.
-        is_whole: whether each key of vLLM's job is among `keys`, or is on the disk or on its way.
-        since_s: when it began.
-    """
-
-    order: TransferJob
-    keys: list[Key]
-    slots: list[int]
-    ticket: TierTicket | None
-    is_load: bool
-    is_whole: bool = False
-    since_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class KVStowDisk(SecondaryTierManager):
@@ -186,8 +167,8 @@ class KVStowDisk(SecondaryTierManager):
         self._arena: Final = BorrowedArena(primary_kv_view)
         self.tier: Final[SlotTier] = file.open(self._arena, fingerprint)
         self._mode, self._has_warned = self.tier.mode, False
-        self._jobs: list[_Job] = []
-        self._storing: dict[Key, _Job] = {}
+        self._jobs: list[Job] = []
+        self._storing: dict[Key, Job] = {}
         self._slots: OrderedDict[Key, int] = OrderedDict()  # oldest use first
         self._busy: Counter[int] = Counter()  # slots that loads read
         # The requests that may store chunks, and whether there were any at the last reset.
@@ -196,6 +177,10 @@ class KVStowDisk(SecondaryTierManager):
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
         self._renewal: TierTicket | None = None  # of the last reset
+        # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
+        # last reset was, at most that many.
+        self._most_ahead = offloading_spec.config.parallel.pp_size + 1
+        self._num_steps = self._most_ahead
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
@@ -208,7 +193,9 @@ class KVStowDisk(SecondaryTierManager):
             self._must_compare = False
             self._drop_unless_same()
         if key in self._slots:
-            return LookupResult.MISS if self.tier.mode == "off" else LookupResult.HIT
+            if self.tier.mode == "off":
+                return LookupResult.MISS
+            return LookupResult.HIT if self._num_steps == self._most_ahead else LookupResult.RETRY
         job = self._storing.get(key)
         if job is None or time.monotonic() - job.since_s > _PATIENCE_S:
             return LookupResult.MISS
@@ -219,6 +206,10 @@ class KVStowDisk(SecondaryTierManager):
         for key in reversed(list(keys)):
             if key in self._slots:
                 self._slots.move_to_end(key)
+
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        """Count the steps since the last reset."""
+        self._num_steps = min(self._num_steps + 1, self._most_ahead)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for what vLLM does by itself."""
@@ -250,7 +241,7 @@ class KVStowDisk(SecondaryTierManager):
             parents = chunks_before(new, ends)
             ticket = self.tier.put(self._blocks(new, slots, parents), [chunks[key] for key in new])
             self._sequence += 1
-        job = _Job(job_metadata, new, slots, ticket, is_load=False)
+        job = Job(job_metadata, new, slots, ticket, is_load=False)
         self._storing.update(dict.fromkeys(new, job))
         job.is_whole = all(key in self._slots or key in self._storing for key in chunks)
         self._jobs.append(job)
@@ -264,15 +255,15 @@ class KVStowDisk(SecondaryTierManager):
         if keys:
             ticket = self.tier.get(self._blocks(keys, slots), [chunks[key] for key in keys])
         self._busy.update(slots)
-        job = _Job(job_metadata, keys, slots, ticket, is_load=True)
+        job = Job(job_metadata, keys, slots, ticket, is_load=True)
         job.is_whole = len(keys) == len(chunks)
         self._jobs.append(job)
         self._use(job_metadata.req_context)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs whose chunks no thread touches any more, each once."""
-        ended: list[_Job] = []
-        running: list[_Job] = []
+        ended: list[Job] = []
+        running: list[Job] = []
         for job in self._jobs:
             has_ended = job.ticket is None or job.ticket.has_ended
             (ended if has_ended else running).append(job)
@@ -287,7 +278,10 @@ class KVStowDisk(SecondaryTierManager):
 
         vLLM calls it at each reset, also for new weights, and before it sleeps. It does not call it
         when it wakes. So the first lookup after a reset compares the weights once more.
+
+        The next step lets the workers end what they copy between the GPU and the CPU tier.
         """
+        self._num_steps = 0
         self._were_active = bool(self._active)
         self._must_compare = self._keeps_on_reset
         self._wait()
@@ -386,7 +380,7 @@ class KVStowDisk(SecondaryTierManager):
             self._sequence,
         )
 
-    def _end(self, job: _Job) -> JobResult:
+    def _end(self, job: Job) -> JobResult:
         ok = [False] * len(job.keys) if job.ticket is None else job.ticket.ok.tolist()
         good = [key for key, is_ok in zip(job.keys, ok, strict=True) if is_ok]
         if job.is_load:
