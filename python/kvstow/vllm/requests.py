@@ -209,9 +209,7 @@ class Requests:
             keyed = {block.block_id for block in blocks if block.block_hash is not None}
             self.tier.pool.evict_blocks(keyed)
 
-    def _find_unproven(
-        self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]
-    ) -> None:
+    def _find_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:
         """Count no hit on blocks that another connector still loads as a request's own.
 
         vLLM keys these blocks when it grants them, so a second request may hit them before the
