@@ -33,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstow.vllm import KVStowConnector
 from kvstow.vllm.lazy_queue import LazyQueue
 from kvstow.vllm.messages import Copies, StepJobs, StepReports
 from kvstow.vllm.model import Model
@@ -81,6 +82,13 @@ def engine_config(folder: Path, options: dict[str, Any], **settings: Any) -> Any
         "kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": options},
     }
     return EngineArgs(**(defaults | settings)).create_engine_config()
+
+
+def own_part(connector: Any) -> KVStowConnector:
+    """Return kvstow's connector, which is alone or in a `MultiConnector`."""
+    parts = getattr(connector, "sub_connectors", [connector])
+    (own,) = (part for part in parts if isinstance(part, KVStowConnector))
+    return own
 
 
 @dataclass
@@ -140,7 +148,7 @@ class Scheduler:
         )
         self.half = SchedulerHalf(tier)
         # Else most tests would not see that the tier is off. See `let_go_off`.
-        self.half._turn_off = _raise  # type: ignore[method-assign]
+        self.half._turn_off = reraise  # type: ignore[method-assign]
         self.half.bind(self.manager)
         tier.gathered_tokens = gathered_tokens
         if num_host_blocks is not None:
@@ -256,7 +264,7 @@ class Scheduler:
         return found
 
 
-def _raise() -> None:
+def reraise() -> None:
     """Raise the error that is being handled."""
     error = sys.exc_info()[1]
     assert error is not None

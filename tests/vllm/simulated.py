@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.vllm.halves import BLOCK_SIZE, FULL, PAGE_BYTES, cache_config
+from tests.vllm.halves import BLOCK_SIZE, FULL, PAGE_BYTES, cache_config, own_part
 from tests.vllm.movers import LateMover, LateTicket
 from tests.vllm.setting import CONNECTOR
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -38,7 +38,6 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvstow.vllm import KVStowConnector
 from kvstow.vllm.scheduler import SchedulerHalf
 from kvstow.vllm.worker import WorkerHalf
 
@@ -97,14 +96,13 @@ class Simulated:
             block_size=math.lcm(*(spec.block_size for spec in self.specs)),
             hash_block_size=self.tokens_per_hash,
         )
-        connector = self.scheduler.connector
-        assert isinstance(connector, KVStowConnector)
-        self.connector = connector
-        self.half: SchedulerHalf = connector._scheduler
+        made = self.scheduler.connector
+        self.connector = own_part(made)
+        self.half: SchedulerHalf = self.connector._scheduler
         self.memory = torch.zeros(size, dtype=torch.uint8)
-        self.worker_connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+        self.worker_connector: Any = type(made)(config, KVConnectorRole.WORKER, cache)
         self.worker_connector.register_kv_caches(dict.fromkeys(names, self.memory))
-        self.worker: WorkerHalf = self.worker_connector._worker
+        self.worker: WorkerHalf = own_part(self.worker_connector)._worker
         self.waiting: list[LateTicket] = []
         # Groups may share a mover.
         late = {id(mover): LateMover(mover, self.waiting) for mover in self.worker.movers}
@@ -126,7 +124,6 @@ class Simulated:
         self.answers: dict[str, list[int]] = {}
 
     def _config(self) -> Any:
-        transfer = CONNECTOR | {"kv_connector_extra_config": self.options}
         if self.drafts:
             self.settings["speculative_config"] = {
                 "method": "ngram",
@@ -140,9 +137,9 @@ class Simulated:
             "max_model_len": 512,
             "max_num_seqs": 4,
             "max_num_batched_tokens": 64,
+            "kv_transfer_config": CONNECTOR | {"kv_connector_extra_config": self.options},
         }
-        args = EngineArgs(**(defaults | self.settings), kv_transfer_config=transfer)
-        config = args.create_engine_config()
+        config = EngineArgs(**(defaults | self.settings)).create_engine_config()
         config.scheduler_config.async_scheduling = self.num_in_flight > 1
         for spec in self.specs:
             if isinstance(spec, MambaSpec):
@@ -275,14 +272,15 @@ class Simulated:
         assert meta is not None
         connector.handle_preemptions(meta)
         connector.bind_connector_metadata(meta)
-        sampled = [self._compute(name, num, output) for name, num in self._scheduled(output)]
         connector.start_load_kv(None)
+        sampled = [self._compute(name, num, output) for name, num in self._scheduled(output)]
         connector.wait_for_save()
         ended = connector.get_transfer_results(output.finished_req_ids)
         reported = KVConnectorOutput(
             finished_sending=ended.finished_sending,
             finished_recving=ended.finished_recving,
             failed_recving=ended.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
@@ -325,24 +323,25 @@ class Simulated:
             # vLLM's worker has the drafts then, and its scheduler only their number.
             own = self.drafted.pop(name, [])
             drafts = [*own, *drafts][: len(drafts)]
-        values = self.values(tokens + drafts, request.cache_salt)
-        self._check(request, values, start)
+        values = self.values(tokens + drafts, salt := request.cache_salt)
+        if not self._check(request, values, start):
+            values = self.values(tokens + drafts, salt := "wrong")
         tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
             first = max(start, self._hit_end(request)) if spec.prefix_cacheable else start
             for at in _written(spec, first, start + num_tokens):
-                block, place = _place(spec, table, at)
+                block, place = place_of(spec, table, at)
                 assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
                 self.kv[spec.block_size][block.block_id, place] = values[at] ^ group
         new: list[int] = []
         if start + num_tokens >= num_true:
             for draft in [*drafts, None]:
-                new.append(self.next(tokens, request.cache_salt))
+                new.append(self.next(tokens, salt))
                 tokens.append(new[-1])
                 if draft != new[-1]:
                     break
             if self.drafts:
-                self.drafted[name] = self._draft(tokens, request.cache_salt)
+                self.drafted[name] = self._draft(tokens, salt)
         in_flight.append(_Sampled(num_tokens, new, len(drafts) + 1 - len(new) if new else 0))
         return new
 
@@ -354,10 +353,10 @@ class Simulated:
             tokens.append(self.next(tokens, salt) if is_right else self.dice.randrange(VOCAB_SIZE))
         return tokens[first:]
 
-    def _check(self, request: Request, values: list[int], end: int) -> None:
+    def _check(self, request: Request, values: list[int], end: int) -> bool:
         """Every group's KV before token `end`, as far as attention reads it, is the request's."""
         if not self.is_checked:
-            return
+            return True
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
             window = 2 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
@@ -367,7 +366,7 @@ class Simulated:
             if _replayed(spec):
                 first = max(first, request.replay_start)
             for at in range(first, end):
-                block, place = _place(spec, table, at)
+                block, place = place_of(spec, table, at)
                 found = self.kv[spec.block_size][block.block_id, place]
                 if block.is_null or (found != values[at] ^ group).any():
                     raise WrongKV(
@@ -375,6 +374,7 @@ class Simulated:
                         f"{block.block_id} of group {group} at token {at} of {end} "
                         f"({request.num_tokens} known), which holds other KV"
                     )
+        return True
 
     def _hit_end(self, request: Request) -> int:
         """The tokens of a hit whose last ones are computed again; 0 unless there are such."""
@@ -405,7 +405,7 @@ class Simulated:
     def check_at_rest(self, *, is_off: bool = False) -> None:
         """Check that ended requests and jobs hold nothing, and that the tier is off if `is_off`."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert not self.scheduler.requests
+        assert not (self.scheduler.requests or self.half.requests._unproven)
         held = {block.block_id: block.ref_cnt for block in pool.blocks[1:] if block.ref_cnt}
         assert not held, f"blocks are still held, by id: {held}"
         assert pool.get_num_free_blocks() == self.num_blocks - 1
@@ -429,7 +429,7 @@ def _replayed(spec: Any) -> int:
     return int(getattr(spec, "prefix_replay_tokens", 0))  # since vLLM 0.31
 
 
-def _place(spec: Any, table: Sequence[Any], at: int) -> tuple[Any, int | slice]:
+def place_of(spec: Any, table: Sequence[Any], at: int) -> tuple[Any, int | slice]:
     """The block of a token, and the token's place in it."""
     if isinstance(spec, CircularBufferSpec):
         return table[0], at % spec.block_size

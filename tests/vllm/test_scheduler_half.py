@@ -277,6 +277,39 @@ def test_no_later_block_of_a_request_that_read_a_block_not_loaded_has_a_key() ->
     assert not later.block_hash
 
 
+@pytest.mark.parametrize("is_loading", [False, True], ids=["runs", "loads"])
+def test_a_request_that_shares_only_what_followed_a_block_not_loaded_keeps_no_keys(
+    *, is_loading: bool
+) -> None:
+    """Its prefix is right: when the first request was aborted, another computed that anew."""
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 128)
+    scheduler.admit(second)
+    invalid = scheduler.manager.get_blocks("a").get_block_ids()[0][3]
+    scheduler.half.build(Step({"a": 4, "b": 32}))
+    first.num_computed_tokens, first.num_in_flight_tokens = 100, 4
+    second.num_computed_tokens, second.num_in_flight_tokens = 128, 32
+    scheduler.finish(first)
+    anew, third = scheduler.request("d", 100), scheduler.request("c", 200, num_shared=128)
+    scheduler.admit(anew)
+    scheduler.admit(third)
+    assert third.num_computed_tokens == 128
+    scheduled = {"d": 100} if is_loading else {"d": 100, "c": 72}
+    scheduler.half.build(Step(scheduled))
+    second.num_computed_tokens, second.num_in_flight_tokens = 48, 0
+    if not is_loading:
+        third.num_computed_tokens, third.num_in_flight_tokens = 200, 72
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids={invalid}))
+    scheduler.finish(second)
+    if is_loading:
+        scheduler.half.build(Step({"c": 72}))
+        third.num_computed_tokens = 200
+    third.num_in_flight_tokens = 0
+    scheduler.half.build(Step({"c": 1}))
+    own = scheduler.manager.get_blocks("c").blocks[0][8:12]
+    assert len(own) == 4 and not any(block.block_hash for block in own)
+
+
 def test_blocks_of_a_request_preempted_while_another_connector_loads_lose_their_keys() -> None:
     """vLLM ignores a failed load of a request that does not run."""
     scheduler = Scheduler(FULL)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,15 @@ class Life:
     def go(self, num_happenings: int, *without: str) -> None:
         kinds = ["add"] * 6 + ["step"] * 14 + ["copy"] * 8 + ["session", "chunk"] * 3
         kinds += ["abort", "reset"]
-        kinds = [kind for kind in kinds if kind not in without]
+        self.live(num_happenings, [kind for kind in kinds if kind not in without])
+        for name, (prompt, num_tokens, salt) in self.asked.items():
+            right = self.engine.right_answer(prompt, num_tokens, salt)
+            assert self.engine.answers[name] == right, name
+        self.num_host_tokens = self.engine.ask_for_all()
+        self.engine.check_at_rest()
+
+    def live(self, num_happenings: int, kinds: Sequence[str]) -> None:
+        """Let as many things of these kinds happen, and then let the engine come to rest."""
         for _ in range(num_happenings):
             kind = self.dice.choice(kinds)
             self.happened.append(kind)
@@ -50,11 +59,6 @@ class Life:
             if name in self.engine.requests:
                 self.engine.add(name, [], resumable=False)
         self.engine.settle()
-        self.engine.check_at_rest()
-        for name, (prompt, num_tokens, salt) in self.asked.items():
-            right = self.engine.right_answer(prompt, num_tokens, salt)
-            assert self.engine.answers[name] == right, name
-        self.num_host_tokens = self.engine.ask_for_all()
         self.engine.check_at_rest()
 
     def _prompt(self) -> list[int]:

@@ -172,13 +172,19 @@ class Requests:
         counts them as computed for the others. So no other request may find them before they are.
         vLLM reports blocks for models of one group only.
         """
-        for request_id, tracked in self.tracked.items():
+        bad = set(block_ids)
+        # The unproven ones come first, in the order of their first steps, because a request may
+        # share only what an earlier one has computed from a block not loaded.
+        for request_id, tracked in (self._unproven | self.tracked).items():
             table = [block.block_id for block in self.tier.tables[0].get(request_id, ())]
-            first = next((at for at, block in enumerate(table) if block in block_ids), len(table))
+            first = next((at for at, block in enumerate(table) if block in bad), len(table))
             if first < len(table):
                 num_tokens = first * tracked.model.groups[0].block_size
-                if num_tokens < tracked.num_given_tokens:
+                # One that waits for a load has its hits and no first step yet.
+                if num_tokens < max(tracked.num_given_tokens, tracked.num_local_tokens):
                     self._distrust_from(tracked, num_tokens)
+                    bad.update(table[first:])
+                    bad.discard(0)
                 tracked.is_stale = True
                 self.tier.pool.evict_blocks(set(table[first:]) - {0})
 
@@ -200,26 +206,41 @@ class Requests:
         """
         if tracked.num_own_tokens < tracked.num_given_tokens and not tracked.is_proven:
             blocks = self._foreign_blocks(tracked)
-            self.tier.pool.evict_blocks({block.block_id for block in blocks} - {0})
+            keyed = {block.block_id for block in blocks if block.block_hash is not None}
+            self.tier.pool.evict_blocks(keyed)
 
-    def _find_unproven(self, tracked: TrackedRequest) -> None:
+    def _find_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:
         """Count no hit on blocks that another connector still loads as a request's own.
 
         vLLM keys these blocks when it grants them, so a second request may hit them before the
         outcome of the load is known. If it is aborted, or fails with the load, vLLM keeps the keys
         of what it computed from them.
+
+        Args:
+            tracked: a request whose first step is being built.
+            unproven: the requests with unproven blocks, by block. Gets those of this request.
         """
         request_id, block_size = tracked.request.request_id, tracked.model.groups[0].block_size
-        hit = self.tier.tables[0].get(request_id, ())[: tracked.num_own_tokens // block_size]
-        for other in list(self._unproven.values()):
-            unproven = {block.block_id for block in self._foreign_blocks(other)} - {0}
-            first = next((at for at, block in enumerate(hit) if block.block_id in unproven), None)
-            if first is not None:
-                tracked.num_own_tokens = min(tracked.num_own_tokens, first * block_size)
-                if other.is_distrusted:
-                    self._distrust_from(tracked, first * block_size)
+        if unproven:
+            num_hit = tracked.num_own_tokens // block_size
+            for at, block in enumerate(self.tier.tables[0].get(request_id, ())[:num_hit]):
+                other = unproven.get(block.block_id)
+                if other is not None:
+                    tracked.num_own_tokens = min(tracked.num_own_tokens, at * block_size)
+                    if other.is_distrusted:
+                        self._distrust_from(tracked, tracked.num_own_tokens)
+                        break
         if tracked.num_own_tokens < tracked.num_given_tokens:
             self._unproven[request_id] = tracked
+        self._add_unproven(tracked, unproven)
+
+    def _add_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:
+        """Add a request's unproven blocks; a block stays that of a distrusted request."""
+        if tracked.num_own_tokens >= tracked.num_given_tokens:
+            return
+        for block in self._foreign_blocks(tracked):
+            if not block.is_null and (tracked.is_distrusted or block.block_id not in unproven):
+                unproven[block.block_id] = tracked
 
     def _drop_proven(self) -> None:
         """Forget those whose first step has ended well, and drop the new keys of the distrusted."""
@@ -256,10 +277,13 @@ class Requests:
         if self._unproven:
             self._drop_proven()
         if self.fresh:
+            unproven: dict[int, TrackedRequest] = {}
+            for tracked in self._unproven.values():
+                self._add_unproven(tracked, unproven)
             for request_id in in_both(self.fresh, num_scheduled):
                 tracked = self.tracked[request_id]
                 tracked.num_given_tokens = tracked.given_tokens()
-                self._find_unproven(tracked)
+                self._find_unproven(tracked, unproven)
                 self._scheduled[request_id] = None
                 del self.fresh[request_id]
         tier = self.tier
