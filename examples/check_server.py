@@ -150,13 +150,18 @@ class Server:
         Raises:
             Failure: the server is not idle in time, because it hangs or has leaked a block.
         """
-        end = time.monotonic() + self._asked.rest
+        now = time.monotonic()
+        renew_at, end = now + self._asked.rest / 2, now + self._asked.rest
         while True:
             counters = await self.counters()
             busy = [f"{name} is {counters[name]:g}" for name in AT_REST if counters[name]]
             if not busy:
                 break
-            if time.monotonic() > end:
+            if time.monotonic() > renew_at:
+                # Of several API servers, a slow one may export old values until the next step.
+                renew_at = float("inf")
+                await self.answers([[TOKENS[0]]] * 8, 8)
+            elif time.monotonic() > end:
                 raise Failure(
                     f"the server is not idle after {self._asked.rest:g} s: {', '.join(busy)}"
                 )
@@ -343,9 +348,10 @@ def check_events(path: Path) -> str:
                 raise Failure(f"{path}:{number}: transfer {job} is initiated twice")
             in_flight[job] = event["direction"]
         elif kind == "CacheStoreCommitted":
-            if in_flight.get(job) != "store":
+            # Tiers below the host commit what they demote and promote.
+            if in_flight.get(job, "load") == "load":
                 raise Failure(f"{path}:{number}: {job} is committed, which is no store in flight")
-            num_committed += event["num_blocks"]
+            num_committed += event["num_blocks"] * (in_flight[job] == "store")
         elif kind == "TransferCompleted":
             if in_flight.pop(job, None) != event["direction"]:
                 again = "again" if job in ended else "and was not initiated"

@@ -21,6 +21,7 @@ GOOD_EVENTS = [
     {"event": "TransferCompleted", "job_id": 0, "direction": "store", "ok": True},
     {"event": "TransferCompleted", "job_id": 1, "direction": "load", "ok": False},
 ]
+COMMITTED_1 = {"event": "CacheStoreCommitted", "job_id": 1, "num_blocks": 3}
 
 
 class Pretender:
@@ -59,7 +60,8 @@ class Pretender:
 
     async def metrics(self, request: web.Request) -> web.Response:
         blocks = 10**6 if self.wrong == "large pool" else 64
-        held = 0.25 if self.wrong == "leak" and self.num_hits else 0
+        is_old = self.wrong == "old gauges" and not any(len(prompt) == 1 for prompt in self.seen)
+        held = 0.25 if is_old or (self.wrong == "leak" and self.num_hits) else 0
         counted = self.num_hits // 32 if self.wrong != "no loads" else 0
         return web.Response(
             text="# HELP vllm:cache_config_info what the\n"
@@ -150,7 +152,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("wrong", ["", "tie broken otherwise"])
+@pytest.mark.parametrize("wrong", ["", "tie broken otherwise", "old gauges"])
 def test_a_correct_server_passes_every_case(
     wrong: str, events: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -197,6 +199,19 @@ def test_a_wrong_server_fails_the_case(
     assert f"{case} FAILED" in printed and why in printed
 
 
+@pytest.mark.parametrize("direction", ["demote", "promote"])
+def test_a_tier_below_the_host_commits_blocks_too(direction: str, tmp_path: Path) -> None:
+    more = [
+        {"event": "TransferInitiated", "job_id": 1, "direction": direction, "num_blocks": 3},
+        COMMITTED_1,
+        {"event": "TransferCompleted", "job_id": 1, "direction": direction, "ok": True},
+    ]
+    path = write(tmp_path / "events.jsonl", [GOOD_EVENTS[0], *GOOD_EVENTS[2:4], *more])
+    assert "3 blocks committed" in check_server.check_events(path)
+    with pytest.raises(check_server.Failure, match="no store was committed"):
+        check_server.check_events(write(path, more))
+
+
 @pytest.mark.parametrize(
     ("events", "why"),
     [
@@ -204,6 +219,7 @@ def test_a_wrong_server_fails_the_case(
         ([*GOOD_EVENTS, GOOD_EVENTS[3]], "transfer 0 is completed again"),
         ([*GOOD_EVENTS, GOOD_EVENTS[0]], "transfer 0 is initiated twice"),
         ([GOOD_EVENTS[0], GOOD_EVENTS[0]], "transfer 0 is initiated twice"),
+        ([GOOD_EVENTS[1], COMMITTED_1], "1 is committed, which is no store in flight"),
         (GOOD_EVENTS[1:], "0 is committed, which is no store in flight"),
         ([GOOD_EVENTS[1], GOOD_EVENTS[3]], "transfer 0 is completed and was not initiated"),
         ([GOOD_EVENTS[1], GOOD_EVENTS[4]], "no store was committed"),

@@ -80,7 +80,8 @@ def land(engine: Engine) -> None:
 
 def test_the_connector_exports_the_metrics_of_an_engine_with_equal_values() -> None:
     device = np.zeros((10, BLOCK))
-    reporter, ours, theirs = StatsReporter(6), Exported(), CollectorRegistry()
+    reporter = StatsReporter(6, clock=lambda: 0.0)
+    ours, theirs = Exported(), CollectorRegistry()
     ticks = count()
     with Engine(
         10, 6, [FullAttention(BLOCK)], [BlockLayout.from_arrays([device])],
@@ -137,7 +138,7 @@ def test_counters_of_several_ranks_add_up_and_gauges_do_not() -> None:
 
 
 def test_tier_that_is_off_holds_nothing_and_keeps_its_size() -> None:
-    reporter = StatsReporter(128)
+    reporter = StatsReporter(128, clock=lambda: 0.0)
     sizes = {"capacity_tokens": 2048, "hit_tokens": 64}
     assert reporter.report(sizes | {"resident_blocks": 90, "quarantined_blocks": 9}) is not None
     left = reporter.report({"quarantined_blocks": 3})
@@ -148,6 +149,18 @@ def test_tier_that_is_off_holds_nothing_and_keeps_its_size() -> None:
     assert ended.data == {"quarantined_blocks": 0}
     assert reporter.report({"quarantined_blocks": 0}) is None
     assert StatsReporter(128).report({}) is None, "a server that only observes has no tier"
+
+
+def test_gauges_are_reported_again_each_second() -> None:
+    """A slow API server may export the gauges of a step after another one has those of the next."""
+    now = [0.0]
+    reporter = StatsReporter(128, clock=lambda: now[0])
+    stats = {"hit_tokens": 64, "disk_mode": 2, "quarantined_blocks": 0}
+    gauges = {"disk_mode": 2, "quarantined_blocks": 0, "capacity_blocks": 128}
+    for seconds, expected in ((0, gauges | {"hit_tokens": 64}), (0.9, None), (0.1, gauges)):
+        now[0] += seconds
+        report = reporter.report(stats)
+        assert (None if report is None else report.data) == expected
 
 
 def test_loggers_that_get_the_same_statistics_do_not_add_to_each_other() -> None:

@@ -7,6 +7,8 @@ once for all ranks.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar, Final
 
@@ -42,6 +44,9 @@ EACH: Final = {
 }
 """The histogram and the value of its label, by key of the list of values."""
 _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metric.kind == "gauge")
+# A server may have several API servers. Each exports the reports that it gets, and one that is slow
+# may export an old value of a gauge after the new one.
+REPEAT_S: Final = 1.0
 # An alert tells by the size that a server had a tier.
 _FALLING: Final = _GAUGES - {"capacity_blocks", "capacity_tokens"}
 
@@ -97,12 +102,13 @@ class ConnectorStats(KVConnectorStats):
 class StatsReporter:
     """Turns the tier's running totals into counts since the last report."""
 
-    def __init__(self, capacity_blocks: int) -> None:
+    def __init__(self, capacity_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._last: dict[str, int] = {}
         self._capacity_blocks = capacity_blocks
+        self._clock, self._repeat_at = clock, 0.0
 
     def report(self, stats: dict[str, int]) -> ConnectorStats | None:
-        """Return the statistics that have changed; None if none have.
+        """Return the statistics that have changed, and each second all gauges; None without any.
 
         A tier that is off has no content, so the gauges that `stats` lacks fall to 0. Its size and
         its counters stay.
@@ -114,10 +120,13 @@ class StatsReporter:
             stats[key] = 0 if key in _FALLING else last[key]
         stats["capacity_blocks"] = self._capacity_blocks
         self._last = stats
+        must_repeat = self._clock() >= self._repeat_at
+        if must_repeat:
+            self._repeat_at = self._clock() + REPEAT_S
         data = {
             key: value if key in _GAUGES else value - last.get(key, 0)
             for key, value in stats.items()
-            if value != last.get(key, 0)
+            if value != last.get(key, 0) or (must_repeat and key in _GAUGES)
         }
         return ConnectorStats(data=data) if data else None
 
