@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.connector import _horizon_blocks
 from kvstow.vllm.model import Model
@@ -164,6 +165,17 @@ def test_a_unit_below_the_block_is_warned_of(folder: Path, log: list[str]) -> No
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, STATE))
         assert ("--prefix-match-unit" in "".join(log)) == warns
     assert f"units of {BLOCK_SIZE // 2} tokens" in "".join(log)
+
+
+def test_hashes_of_more_tokens_than_a_block_are_refused(folder: Path) -> None:
+    """In the mode "all" vLLM hashes the least common multiple of the block sizes."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    states = replace(STATE, mamba_cache_mode="all", block_size=2 * BLOCK_SIZE)
+    with pytest.raises(ConfigError, match="hashes 32 .*16, 32.*with --mamba-cache-mode align, or"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, states))
+    config.cache_config.block_size = 2 * BLOCK_SIZE
+    with pytest.raises(ConfigError, match="hashes 32 .*16.*: start vLLM without the connector"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
 def test_hit_density_is_warned_of(folder: Path, log: list[str]) -> None:
