@@ -171,10 +171,10 @@ def test_hashes_of_more_tokens_than_a_block_are_refused(folder: Path) -> None:
     """In the mode "all" vLLM hashes the least common multiple of the block sizes."""
     config = engine_config(folder, {"num_cpu_blocks": 4})
     states = replace(STATE, mamba_cache_mode="all", block_size=2 * BLOCK_SIZE)
-    with pytest.raises(ConfigError, match="hashes 32 .*16, 32.*with --mamba-cache-mode align, or"):
+    with pytest.raises(ConfigError, match=r"hashes 32 .*16, 32.*with --mamba-cache-mode align, or"):
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, states))
     config.cache_config.block_size = 2 * BLOCK_SIZE
-    with pytest.raises(ConfigError, match="hashes 32 .*16.*: start vLLM without the connector"):
+    with pytest.raises(ConfigError, match=r"hashes 32 .*16.*: start vLLM without the connector"):
         KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
 
 
