@@ -224,3 +224,30 @@ def test_a_state_that_vllm_keys_and_does_not_write_is_not_stored(
     assert (block.block_id in stored(scheduler)) != is_guarded
     pool, key = scheduler.manager.block_pool, scheduler.half.tier.model.block_hash(request, 2, 1)
     assert (pool.get_cached_block(key, [1]) is None) == is_guarded
+
+
+@MODES
+def test_a_state_that_vllm_keys_a_step_late_is_not_stored(lazy: bool) -> None:
+    """A chunk goes on at token 48, and an image without room in the encoder ends it at 66.
+
+    Four modules of MTP may compute three tokens again. So the block that ends at 64 gets its key
+    in the next step, if vLLM schedules that before the chunk is processed.
+    """
+    state = replace(STATE, block_size=2 * BLOCK_SIZE)
+    scheduler = Scheduler(
+        FULL, state, draft_groups=[], num_modules=4, retention=None, lazy_offload=lazy
+    )
+    request = scheduler.request("a", 138)
+    schedule(scheduler, request, 48)
+    stored(scheduler)
+    schedule(scheduler, request, 18)
+    block = table(scheduler, "a")[1]
+    assert block.block_hash is None
+    request.num_in_flight_tokens = 18
+    schedule(scheduler, request, 30)
+    assert table(scheduler, "a")[1] is block
+    assert block.block_hash is None
+    request.num_in_flight_tokens = 0
+    assert block.block_id not in stored(scheduler)
+    schedule(scheduler, request, 42)
+    assert not scheduler.half.steps._skipped, "vLLM has dropped the block"
