@@ -83,7 +83,7 @@ class SimulatedStates(Simulated):
         super().__post_init__()
         begin = self.half.transfers.begin_store
 
-        def checked(job: Any, blocks: Sequence[Any]) -> None:
+        def checked(job: Any, blocks: list[Any]) -> None:
             pool = self.scheduler.kv_cache_manager.block_pool.blocks
             self._check_stored(blocks if job.has_all_ids else [pool[at] for at in job.block_ids])
             begin(job, blocks)
@@ -230,7 +230,8 @@ class SimulatedStates(Simulated):
         Return whether the block is that of the running state.
         """
         _, end, num_drafts = row.step
-        block_size, kv = self.specs[group].block_size, self.kv[self.specs[group].block_size]
+        block_size: int = self.specs[group].block_size
+        kv = self.kv[block_size]
         num_certain = end - num_drafts
         kept = (num_certain + row.num_accepted - 1) // block_size * block_size
         if not self.drafts or kept < num_certain:
