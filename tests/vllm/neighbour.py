@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tests.vllm.handshake_connector import HandshakeConnector
-from tests.vllm.simulated import Simulated, place_of
+from tests.vllm.places import place
+from tests.vllm.simulated import Simulated
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
@@ -155,7 +156,7 @@ class Neighbour(HandshakeConnector):
         values = engine.values(list(request.all_token_ids), request.cache_salt)
         for group, (table, spec) in enumerate(zip(load.tables, engine.specs, strict=True)):
             for at in range(load.start, load.end):
-                block, where = place_of(spec, table, at)
+                block, where = place(spec, table, at)
                 if not block.is_null:
                     value = NOT_LOADED if at // 16 in missing else values[at] ^ group
                     engine.kv[16][block.block_id, where] = value

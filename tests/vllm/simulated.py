@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from tests.vllm.halves import BLOCK_SIZE, FULL, PAGE_BYTES, cache_config, own_part
 from tests.vllm.movers import LateMover, LateTicket
+from tests.vllm.places import place, replayed, written
 from tests.vllm.setting import CONNECTOR
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
@@ -33,7 +34,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import CircularBufferSpec, MambaSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheConfig, MambaSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -84,11 +85,11 @@ class Simulated:
         self.dice = random.Random(self.seed)
         size = PAGE_BYTES * self.num_blocks
         names = [str(at) for at in range(len(self.specs))]
-        cache = cache_config(*self.specs, num_blocks=self.num_blocks)
-        config = self._config()
+        cache, config = self._cache_config(), self._config()
         config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.num_in_flight > 1 else Scheduler
-        self.tokens_per_hash = math.gcd(*(s.block_size for s in self.specs if s.prefix_cacheable))
+        sizes = [spec.block_size for spec in self.specs if spec.prefix_cacheable]
+        self.tokens_per_hash = config.cache_config.prefix_match_unit or math.gcd(*sizes)
         self.scheduler = kind(
             config,
             cache,
@@ -122,6 +123,9 @@ class Simulated:
         self.drafted: dict[str, list[int]] = {}
         self.num_steps = 0
         self.answers: dict[str, list[int]] = {}
+
+    def _cache_config(self) -> KVCacheConfig:
+        return cache_config(*self.specs, num_blocks=self.num_blocks)
 
     def _config(self) -> Any:
         if self.drafts:
@@ -326,13 +330,8 @@ class Simulated:
         values = self.values(tokens + drafts, salt := request.cache_salt)
         if not self._check(request, values, start):
             values = self.values(tokens + drafts, salt := "wrong")
-        tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
-        for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
-            first = max(start, self._hit_end(request)) if spec.prefix_cacheable else start
-            for at in _written(spec, first, start + num_tokens):
-                block, place = place_of(spec, table, at)
-                assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
-                self.kv[spec.block_size][block.block_id, place] = values[at] ^ group
+        for group in range(len(self.specs)):
+            self._write(request, group, values, start, start + num_tokens, len(drafts))
         new: list[int] = []
         if start + num_tokens >= num_true:
             for draft in [*drafts, None]:
@@ -344,6 +343,24 @@ class Simulated:
                 self.drafted[name] = self._draft(tokens, salt)
         in_flight.append(_Sampled(num_tokens, new, len(drafts) + 1 - len(new) if new else 0))
         return new
+
+    def _write(
+        self,
+        request: Request,
+        group: int,
+        values: list[int],
+        start: int,
+        end: int,
+        num_drafts: int,
+    ) -> None:
+        """Write the KV of a step's tokens, the last of which are drafts, for a group."""
+        spec, name = self.specs[group], request.request_id
+        table = self.scheduler.kv_cache_manager.get_blocks(name).blocks[group]
+        first = max(start, self._hit_end(request)) if spec.prefix_cacheable else start
+        for at in written(spec, first, end):
+            block, at_block = place(spec, table, at)
+            assert not block.is_null, f"{name}: a null block at token {at}, group {group}"
+            self.kv[spec.block_size][block.block_id, at_block] = values[at] ^ group
 
     def _draft(self, tokens: list[int], salt: str | None) -> list[int]:
         """Tokens that may come next: some right ones, then perhaps a wrong one."""
@@ -359,15 +376,9 @@ class Simulated:
             return True
         tables = self.scheduler.kv_cache_manager.get_blocks(request.request_id).blocks
         for group, (table, spec) in enumerate(zip(tables, self.specs, strict=True)):
-            window = 2 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
-            if isinstance(spec, CircularBufferSpec):
-                window = end % TOKENS_PER_KEY + 1
-            first = 0 if window is None else max(0, end - window + 1)
-            if _replayed(spec):
-                first = max(first, request.replay_start)
-            for at in range(first, end):
-                block, place = place_of(spec, table, at)
-                found = self.kv[spec.block_size][block.block_id, place]
+            for at in range(self._first_read(request, spec, end), end):
+                block, at_block = place(spec, table, at)
+                found = self.kv[spec.block_size][block.block_id, at_block]
                 if block.is_null or (found != values[at] ^ group).any():
                     raise WrongKV(
                         f"step {self.num_steps}: request {request.request_id} reads block "
@@ -376,9 +387,19 @@ class Simulated:
                     )
         return True
 
+    def _first_read(self, request: Request, spec: Any, end: int) -> int:
+        """The first token whose KV, or the state after it, token `end` needs."""
+        if (chunk := getattr(spec, "attention_chunk_size", None)) is not None:
+            return int(end // chunk * chunk)
+        window = 2 if isinstance(spec, MambaSpec) else getattr(spec, "sliding_window", None)
+        if isinstance(spec, CircularBufferSpec):
+            window = end % TOKENS_PER_KEY + 1
+        first = 0 if window is None else max(0, end - window + 1)
+        return max(first, request.replay_start) if replayed(spec) else first
+
     def _hit_end(self, request: Request) -> int:
         """The tokens of a hit whose last ones are computed again; 0 unless there are such."""
-        num_again = max(map(_replayed, self.specs))
+        num_again = max(map(replayed, self.specs))
         return request.replay_start + num_again if num_again and request.replay_start else 0
 
     # -- what is right ------------------------------------------------------------------------
@@ -423,26 +444,6 @@ class Simulated:
     def close(self) -> None:
         self.scheduler.shutdown()
         self.worker_connector.shutdown()
-
-
-def _replayed(spec: Any) -> int:
-    return int(getattr(spec, "prefix_replay_tokens", 0))  # since vLLM 0.31
-
-
-def place_of(spec: Any, table: Sequence[Any], at: int) -> tuple[Any, int | slice]:
-    """The block of a token, and the token's place in it."""
-    if isinstance(spec, CircularBufferSpec):
-        return table[0], at % spec.block_size
-    size = spec.block_size
-    return table[at // size], slice(None) if isinstance(spec, MambaSpec) else at % size
-
-
-def _written(spec: Any, start: int, end: int) -> list[int]:
-    """The tokens of a step whose KV, or the state after them, the step writes."""
-    if not isinstance(spec, MambaSpec):
-        return list(range(start, end))
-    ends = range(start, end - 1) if spec.mamba_cache_mode == "all" else ()
-    return [*(at for at in ends if (at + 1) % spec.block_size == 0), end - 1]
 
 
 def tokens(num_tokens: int, seed: int) -> list[int]:

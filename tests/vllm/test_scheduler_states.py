@@ -21,6 +21,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
 from kvstow.vllm.connector import _horizon_blocks
 from kvstow.vllm.model import Model
@@ -166,6 +167,17 @@ def test_a_unit_below_the_block_is_warned_of(folder: Path, log: list[str]) -> No
     assert f"units of {BLOCK_SIZE // 2} tokens" in "".join(log)
 
 
+def test_hashes_of_more_tokens_than_a_block_are_refused(folder: Path) -> None:
+    """In the mode "all" vLLM hashes the least common multiple of the block sizes."""
+    config = engine_config(folder, {"num_cpu_blocks": 4})
+    states = replace(STATE, mamba_cache_mode="all", block_size=2 * BLOCK_SIZE)
+    with pytest.raises(ConfigError, match=r"hashes 32 .*16, 32.*with --mamba-cache-mode align, or"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL, states))
+    config.cache_config.block_size = 2 * BLOCK_SIZE
+    with pytest.raises(ConfigError, match=r"hashes 32 .*16.*: start vLLM without the connector"):
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+
+
 def test_hit_density_is_warned_of(folder: Path, log: list[str]) -> None:
     for policy, groups, warns in (
         ("lru", (FULL, STATE), False),
@@ -212,3 +224,30 @@ def test_a_state_that_vllm_keys_and_does_not_write_is_not_stored(
     assert (block.block_id in stored(scheduler)) != is_guarded
     pool, key = scheduler.manager.block_pool, scheduler.half.tier.model.block_hash(request, 2, 1)
     assert (pool.get_cached_block(key, [1]) is None) == is_guarded
+
+
+@MODES
+def test_a_state_that_vllm_keys_a_step_late_is_not_stored(lazy: bool) -> None:
+    """A chunk goes on at token 48, and an image without room in the encoder ends it at 66.
+
+    Four modules of MTP may compute three tokens again. So the block that ends at 64 gets its key
+    in the next step, if vLLM schedules that before the chunk is processed.
+    """
+    state = replace(STATE, block_size=2 * BLOCK_SIZE)
+    scheduler = Scheduler(
+        FULL, state, draft_groups=[], num_modules=4, retention=None, lazy_offload=lazy
+    )
+    request = scheduler.request("a", 138)
+    schedule(scheduler, request, 48)
+    stored(scheduler)
+    schedule(scheduler, request, 18)
+    block = table(scheduler, "a")[1]
+    assert block.block_hash is None
+    request.num_in_flight_tokens = 18
+    schedule(scheduler, request, 30)
+    assert table(scheduler, "a")[1] is block
+    assert block.block_hash is None
+    request.num_in_flight_tokens = 0
+    assert block.block_id not in stored(scheduler)
+    schedule(scheduler, request, 42)
+    assert not scheduler.half.steps._skipped, "vLLM has dropped the block"

@@ -114,9 +114,12 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         model, parallel = self._model, vllm_config.parallel_config
         _, tokens_per_hash = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         if model.tokens_per_hash % tokens_per_hash:
+            # vLLM refuses such a --prefix-match-unit. In the mode "all" it ignores the flag.
+            sizes = sorted({group.block_size for group in model.groups})
+            fix = "with --mamba-cache-mode align, or " if model.has_states else ""
             raise ConfigError(
                 f"vLLM hashes {tokens_per_hash} tokens at a time, and that number must divide the "
-                f"block size {model.tokens_per_hash}: start vLLM without --prefix-match-unit"
+                f"block size of each KV cache group, {sizes}: start vLLM {fix}without the connector"
             )
         settings.log(vllm_config, model, options, tokens_per_hash)
         if options.accelerate:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
@@ -24,6 +25,8 @@ class Steps:
     requests: Requests
     transfers: Transfers
     stores: Stores
+    # The blocks of `evict_skipped` that requests still have, each with its group and its place.
+    _skipped: list[tuple[Request, int, int, KVCacheBlock]] = field(default_factory=list)
 
     def build(self, scheduled: SchedulerOutput) -> StepJobs:
         """Return what the workers begin in the step that vLLM has just scheduled."""
@@ -79,11 +82,12 @@ class Steps:
                     break  # vLLM keys the blocks of a table in their order
 
     def evict_skipped(self, scheduled: SchedulerOutput) -> None:
-        """Drop the keys of states that vLLM keys in this step and does not write.
+        """Drop the keys of states that vLLM keys and does not write.
 
         If vLLM hashes fewer tokens than a state's block has, a prompt may go on within a block.
         vLLM then passes the end of the block if the model writes its state for later prompts
-        elsewhere. With EAGLE it still gives the block the key of its end.
+        elsewhere. With EAGLE it still gives the block the key of its end. With several modules of
+        MTP it may do so in a later step.
         """
         model, tables = self.tier.model, self.tier.tables
         for tracked, num_tokens in self.requests.chunks(scheduled):
@@ -95,8 +99,17 @@ class Steps:
                 index = start // block_size
                 if start % block_size and start + num_tokens > (index + 1) * block_size:
                     block = tables[g][request.request_id][index]
-                    if block.block_hash == model.block_key(request, index, g):
-                        self.tier.pool.evict_blocks({block.block_id})
+                    self._skipped.append((request, g, index, block))
+        if self._skipped:
+            self._skipped = [skipped for skipped in self._skipped if self._evict_key(*skipped)]
+
+    def _evict_key(self, request: Request, g: int, index: int, block: KVCacheBlock) -> bool:
+        """Drop the key of a skipped block. Return whether the request still has the block."""
+        if self.tier.tables[g].get(request.request_id, ())[index : index + 1] != [block]:
+            return False
+        if block.block_hash == self.tier.model.block_key(request, index, g):
+            self.tier.pool.evict_blocks({block.block_id})
+        return True
 
     def processed(self, output: KVConnectorOutput) -> None:
         """End the jobs that every rank has reported, and plan the stores that the step made due."""
