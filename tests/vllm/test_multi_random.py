@@ -112,7 +112,8 @@ class Episodes(Life):
     def __init__(self, engine: Beside, seed: int) -> None:
         super().__init__(engine, seed)
         self.trunks = [tokens(200, 1000)]
-        self.has_sessions = self.dice.random() < 0.3
+        # Older vLLM itself keeps keys of what a session has dropped.
+        self.has_sessions = self.dice.random() < 0.3 and engine.half.requests.stores_sessions
         self.aborting = self.dice.choice([0, 0.05, 0.2])
         engine.before_update = self._abort_perhaps
 
@@ -210,12 +211,13 @@ def _count_too_soon(tracked: TrackedRequest, *args: Any) -> int:
 
 
 num_cached_tokens = TrackedRequest.num_cached_tokens
-WITHOUT: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
-    "eviction at an end": (21, Requests, "evict_unproven", lambda *_: None),
-    "distrust": (16, Requests, "distrust", lambda *_: None),
-    "eviction by distrust": (15, Requests, "distrust", _only_withhold),
-    "wait for the outcome": (6, TrackedRequest, "num_cached_tokens", _count_too_soon),
-    "search for shared blocks": (28, Requests, "_find_unproven", lambda *_: None),
+# The seeds of lives that need the guard, of which each vLLM has one.
+WITHOUT: dict[str, tuple[tuple[int, ...], type, str, Callable[..., Any]]] = {
+    "eviction at an end": ((21, 16, 3), Requests, "evict_unproven", lambda *_: None),
+    "distrust": ((16,), Requests, "distrust", lambda *_: None),
+    "eviction by distrust": ((15, 16), Requests, "distrust", _only_withhold),
+    "wait for the outcome": ((6,), TrackedRequest, "num_cached_tokens", _count_too_soon),
+    "search for shared blocks": ((28, 59), Requests, "_find_unproven", lambda *_: None),
 }
 
 
@@ -223,9 +225,14 @@ WITHOUT: dict[str, tuple[int, type, str, Callable[..., Any]]] = {
 def test_without_a_guard_a_block_has_a_key_of_other_kv(
     folder: Path, guard: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The negative controls. Each seed is one that needs the guard, and lives well with it."""
-    seed, where, name, without = WITHOUT[guard]
-    live(begin(folder, seed, "sync"))
-    monkeypatch.setattr(where, name, without)
-    with pytest.raises(WrongKV):
+    """The negative controls. Each of these lives is well with the guard."""
+    seeds, where, name, without = WITHOUT[guard]
+    for seed in seeds:
         live(begin(folder, seed, "sync"))
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, without)
+            try:
+                live(begin(folder, seed, "sync"))
+            except WrongKV:
+                return
+    pytest.fail(f"no life of the seeds {seeds} needs it")
