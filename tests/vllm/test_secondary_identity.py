@@ -343,6 +343,24 @@ def test_weights_that_changed_while_they_were_loaded_are_not_known(
     assert any("have changed since this process began" in line for line in log)
 
 
+def test_server_after_one_that_did_not_know_its_weights_starts(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when the first start of all downloads the weights: the next one knows them."""
+    began = time.time() + 2 * identity._FRESH_S
+    monkeypatch.setattr(identity, "process_began", lambda: began - HOUR_S)
+    first = make()
+    first.store(KEYS[:1])
+    assert first.has(KEYS[0])
+    first.close()
+    monkeypatch.setattr(identity, "process_began", lambda: began)
+    second = make()
+    assert not second.has(KEYS[0])
+    second.store(KEYS[1:2])
+    second.close()
+    assert make().has(KEYS[1])
+
+
 def test_version_that_was_written_while_vllm_loaded_the_weights_is_not_known(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,6 @@ import dataclasses
 import hashlib
 import inspect
 import os
-import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +67,6 @@ def chunks_fingerprint(
             if folder is not None:
                 fields[which] = content_of(folder, Path(f"{path}.weights.json"))
         why = _why_unnamed(config) or why_private(config, version_path, is_version_enough=True)
-    if why:
-        fields["start"] = secrets.token_hex(16)
     return Fingerprint(fields), why
 
 

@@ -57,7 +57,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvstow import TransferError
-from kvstow.tiers import SlotTier, TierBlocks, TierTicket
+from kvstow.tiers import SlotTier, TierBlocks
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_file import begin_renewal, secondary_file
@@ -176,7 +176,7 @@ class KVStowDisk(SecondaryTierManager):
         self._were_active = False
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
-        self._renewal: TierTicket | None = None  # of the last reset
+        self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
         # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
         # last reset was, at most that many.
         self._most_ahead = offloading_spec.config.parallel.pp_size + 1
@@ -334,7 +334,10 @@ class KVStowDisk(SecondaryTierManager):
     # -- parts -----------------------------------------------------------------------------------
 
     def _adopt(self) -> None:
-        """Take over what the file held before this process."""
+        """Take over what the file held before this process, unless it is dropped."""
+        if self._renewal is not None:
+            self._free = list(range(self.tier.num_slots))
+            return
         records = self.tier.records()
         self._slots = adopted(records)
         used = set(self._slots.values())
