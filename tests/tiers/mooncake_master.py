@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.stopped import stop
 from tests.tiers.resp.server import free_port
 from tests.tiers.setup import LONG_S
 
@@ -87,7 +88,7 @@ class Master:
 
     def pause(self) -> None:
         """Let the process stand still."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process)
 
     def resume(self) -> None:
         """Let the process go on."""

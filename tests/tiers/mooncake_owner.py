@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.stopped import stop
 from tests.tiers.mooncake_master import Master
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +42,7 @@ class Owner:
 
     def pause(self) -> None:
         """Let the process stand still."""
-        self._process.send_signal(signal.SIGSTOP)
+        stop(self._process)
 
     def resume(self) -> None:
         """Let the process go on."""

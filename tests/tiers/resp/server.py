@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from tests.stopped import stop
 
 _PORT_LIMIT = 1 << 16
 _BUS_OFFSET = 10_000
@@ -121,11 +122,11 @@ class Server:
 
     def pause(self) -> None:
         """Stop the process. It keeps its connections and answers nothing."""
-        os.kill(self._process.pid, signal.SIGSTOP)
+        stop(self._process)
 
     def resume(self) -> None:
         """Let the process go on."""
-        os.kill(self._process.pid, signal.SIGCONT)
+        self._process.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> Self:
         """Return the server."""
