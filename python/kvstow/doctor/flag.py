@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import os
 import shutil
@@ -20,6 +19,7 @@ from kvstow.sizes import format_bytes, parse_bytes
 from kvstow.tiers.files import Files
 from kvstow.tiers.opening import check_kind
 from kvstow.transfer.arena import SLOT_ALIGNMENT_BYTES
+from kvstow.vllm.option_readers import hint_at
 from kvstow.vllm.options import WHERE, Options
 from kvstow.vllm.secondary_file import DISK_KEYS, secondary_file
 
@@ -158,7 +158,7 @@ def _wrong_disks(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:
         known = [*DISK_KEYS, *_FACTORY_KEYS]
         for key in disk:
             if key not in known:
-                yield _Problem("broken", f"{name} ignores {key!r}.", _meant(key, known))
+                yield _Problem("broken", f"{name} ignores {key!r}.", hint_at(key, known))
 
 
 def _broken(error: ConfigError, advice: str) -> _Problem:
@@ -234,12 +234,9 @@ def _wrong_keys(part: Mapping[str, Any]) -> Iterator[_Problem]:
             says = f"{name} is an option of kvstow, and it is outside of {WHERE}."
             yield _Problem("broken", says, f'move it into the object "{WHERE}"')
         elif known:
-            yield _Problem("broken", f"vLLM has no key {name!r} in this flag.", _meant(name, known))
-
-
-def _meant(name: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
+            yield _Problem(
+                "broken", f"vLLM has no key {name!r} in this flag.", hint_at(name, known)
+            )
 
 
 def _wrong_values(part: Mapping[str, Any], where: str) -> Iterator[_Problem]:

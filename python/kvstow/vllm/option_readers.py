@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import field, fields
 from reprlib import repr as short_repr
 from typing import Any, TypeAlias, TypeVar
@@ -41,9 +41,7 @@ def read_option(cls: type, where: str, name: str, value: object) -> Any:
     """
     readers = {known.name: known.metadata["read"] for known in fields(cls)}
     if name not in readers:
-        near = difflib.get_close_matches(name[:_MAX_NAME], readers, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(readers)}"
-        raise ConfigError(f"{where} has no option {short_repr(name)}: {hint}")
+        raise ConfigError(f"{where} has no option {short_repr(name)}: {hint_at(name, readers)}")
     return readers[name](f"{where}.{name}", value)
 
 
@@ -135,6 +133,12 @@ def read_url(name: str, value: object) -> str:
     if not isinstance(value, str) or "://" not in value:
         raise ConfigError(f"{name} is no URL: write redis://HOST:PORT or mooncake://HOST:PORT")
     return value
+
+
+def hint_at(name: str, known: Collection[str]) -> str:
+    """Return which known name the user may have meant, or all that are known."""
+    near = difflib.get_close_matches(name[:_MAX_NAME], known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(known)}"
 
 
 def read_choice(*choices: str) -> Reader:

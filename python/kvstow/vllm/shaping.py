@@ -86,7 +86,7 @@ _OF_NO_NUMBERS: Final = (
     "mm_tensor_ipc",
     "skip_mm_profiling",
 )
-# The packages that decode and resize them. A block's hash has the bytes that a client has sent, or
+# The packages that decode and resize media. A block's hash has the bytes that a client has sent, or
 # the frames of a video.
 _MEDIA_PACKAGES: Final = (
     "av",
