@@ -12,6 +12,8 @@ from tests.vllm.halves import FULL, WINDOW, Scheduler
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
+from kvstow.vllm.messages import Copies
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
 
 NUM_TOKENS = 100
@@ -123,7 +125,7 @@ def test_a_chunk_of_a_session_may_bring_them(num_tokens: int, is_ambiguous: bool
     scheduler.step()
     (store,) = scheduler.jobs.stores
     assert len(store.block_ids) == 6
-    stores = []
+    stores: list[Copies] = []
     for at in range(40 // num_tokens):
         place = 100 + at if is_ambiguous else 124 + at
         session.mm_features.append(feature("audio", f"{at}", place, 1))

@@ -112,7 +112,7 @@ def test_a_load_is_not_taken_for_computed_tokens(reason: str) -> None:
     half = scheduler.half
     half.stores.store_gathered()
     assert not half.requests.due
-    assert half.transfers.jobs.stores == []
+    assert half.transfers._stores == []
     # A load that reports its blocks knows that they are not due.
     tracked = half.requests.tracked["a"]
     assert (tracked.num_reported, tracked.due_tokens) == (([0], 16) if reason else ([6], 112))

@@ -290,7 +290,7 @@ def late(scheduler: Scheduler, *requests: Request) -> list[Copies]:
         assert scheduler.admit(request) == 0
     scheduler.step(*requests)
     scheduler.step()
-    return scheduler.jobs.stores
+    return list(scheduler.jobs.stores)
 
 
 def test_stores_hold_no_more_blocks_than_they_may() -> None:

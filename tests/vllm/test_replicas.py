@@ -273,7 +273,7 @@ def test_damaged_slots_fail_the_load_of_every_rank(index: int) -> None:
         running.ranks.one(index, "damage", slots[0])
         running.load("c")
         running.settle()
-        assert running.jobs.failed_request_ids or running.half.transfers.jobs.failed_request_ids
+        assert running.jobs.failed_request_ids or running.half.transfers.failed_request_ids
         assert running.half.offload is not None
         assert running.half.offload.stats()["damaged_blocks"] == 1
 

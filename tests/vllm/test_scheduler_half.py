@@ -434,7 +434,7 @@ def test_a_late_load_is_reported_once_and_holds_its_blocks() -> None:
     scheduler.step()
     (load,) = scheduler.jobs.loads
     scheduler.now = 6.0
-    reported = []
+    reported: list[str] = []
     for _ in range(3):
         scheduler.step()
         reported += scheduler.jobs.failed_request_ids
@@ -446,7 +446,7 @@ def test_a_late_load_is_reported_once_and_holds_its_blocks() -> None:
     assert scheduler.admit(request) == 0, "the request recomputes"
     assert scheduler.step(reports=[(load.job_id, 0, True)]) == set()
     scheduler.step()
-    assert scheduler.jobs.failed_request_ids == []
+    assert not scheduler.jobs.failed_request_ids
     scheduler.finish(request)
     for _ in range(2):
         scheduler.step(reports=[(copies.job_id, 0, True) for copies in scheduler.jobs.stores])
@@ -616,10 +616,10 @@ def test_steps_in_flight_are_not_stored() -> None:
     scheduler.half.build(Step({"a": 100}))
     request.num_computed_tokens, request.num_in_flight_tokens = 100, 100
     scheduler.half.processed(KVConnectorOutput())
-    assert scheduler.half.transfers.jobs.stores == []
+    assert scheduler.half.transfers._stores == []
     request.num_in_flight_tokens = 0
     scheduler.half.processed(KVConnectorOutput())
-    assert len(scheduler.half.transfers.jobs.stores) == 1
+    assert len(scheduler.half.transfers._stores) == 1
 
 
 def test_a_draft_model_loads_one_block_less_of_a_hit() -> None:

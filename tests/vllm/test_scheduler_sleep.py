@@ -309,7 +309,7 @@ def test_lazy_mode_stores_blocks_of_paused_requests_before_a_sleep() -> None:
     request = scheduler.request("a", 100)
     scheduler.admit(request)
     scheduler.step(request)
-    assert scheduler.half.transfers.jobs.stores == []
+    assert scheduler.half.transfers._stores == []
     assert not scheduler.half.may_rest()
     scheduler.step()
     (store,) = scheduler.jobs.stores
@@ -317,7 +317,7 @@ def test_lazy_mode_stores_blocks_of_paused_requests_before_a_sleep() -> None:
     assert not scheduler.half.may_rest()
     scheduler.step(reports=[(store.job_id, 0, True)])
     assert scheduler.half.may_rest()
-    assert scheduler.half.transfers.jobs.stores == [], "blocks are stored once"
+    assert scheduler.half.transfers._stores == [], "blocks are stored once"
 
 
 def loading(name: str = "b") -> tuple[Scheduler, Request, Copies]:
@@ -346,7 +346,7 @@ def test_a_load_that_lands_before_a_sleep_is_repeated_after_it(status: str) -> N
     scheduler.half.reset()
     # vLLM got no report, because the request may be aborted or go on before the report arrives.
     scheduler.step()
-    assert scheduler.jobs.failed_request_ids == []
+    assert not scheduler.jobs.failed_request_ids
     # Awake again, vLLM caches nothing, and looks up again.
     scheduler.manager.cache_blocks(request, request.num_computed_tokens)
     assert scheduler.admit(request) == 96
@@ -373,10 +373,10 @@ def test_steps_under_way_end_before_a_sleep() -> None:
     request.status = RequestStatus.RUNNING
     request.num_in_flight_tokens = 32
     assert not scheduler.half.may_rest()
-    assert scheduler.half.transfers.jobs.stores == []
+    assert scheduler.half.transfers._stores == []
     request.num_in_flight_tokens = 0
     assert not scheduler.half.may_rest()
-    (store,) = scheduler.half.transfers.jobs.stores
+    (store,) = scheduler.half.transfers._stores
     assert len(store.block_ids) == 4
 
 
@@ -390,7 +390,7 @@ def test_no_block_is_stored_before_a_sleep_while_a_step_is_under_way() -> None:
     waiting.num_computed_tokens = 96
     waiting.status = RequestStatus.PREEMPTED
     assert not scheduler.half.may_rest()
-    assert scheduler.half.transfers.jobs.stores == []
+    assert scheduler.half.transfers._stores == []
     assert waiting.num_computed_tokens == 96
     request.num_in_flight_tokens = 0
     scheduler.half.may_rest()

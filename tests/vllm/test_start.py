@@ -279,6 +279,20 @@ def test_a_stage_without_layers_of_a_group_copies_the_others(
     connector.shutdown()
 
 
+def test_a_step_that_is_bound_twice_begins_once(folder: Path) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    cache, caches = stage("f0")
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, cache)
+    connector.register_kv_caches(caches)
+    step = StepJobs(stores=[copies(1, [1], [1], [0, 1, 1])], failed_request_ids=["late"])
+    connector.bind_connector_metadata(step)
+    connector.wait_for_save()
+    assert connector.get_transfer_results(set()).failed_recving == {"late"}
+    assert run_step(connector, step) == [(1, 0, True)]
+    assert not connector.get_transfer_results(set()).failed_recving
+    connector.shutdown()
+
+
 def test_a_stage_without_layers_does_not_limit_the_tier(folder: Path) -> None:
     """Each stage has the same bytes, and its blocks have different sizes."""
     config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})

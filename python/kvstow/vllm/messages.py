@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -112,9 +113,9 @@ class StepJobs(KVConnectorMetadata):
         below: what the tier below the host is to do; None for nothing.
     """
 
-    loads: list[Copies] = field(default_factory=list)
-    stores: list[Copies] = field(default_factory=list)
-    failed_request_ids: list[str] = field(default_factory=list)
+    loads: Sequence[Copies] = ()
+    stores: Sequence[Copies] = ()
+    failed_request_ids: Sequence[str] = ()
     asks_capacity: bool = False
     below: LowerOrders | None = None
 

@@ -299,11 +299,11 @@ class Requests:
         num_scheduled, known = scheduled.num_scheduled_tokens, self.tracked
         if scheduled.total_num_scheduled_tokens == len(num_scheduled):
             return []
-        return [
-            (known[request_id], num_tokens)
-            for request_id, num_tokens in num_scheduled.items()
-            if num_tokens != 1 and request_id in known
-        ]
+        chunks = []  # a comprehension takes longer for one prompt, and most steps have few
+        for request_id, num_tokens in num_scheduled.items():
+            if num_tokens != 1 and request_id in known:
+                chunks.append((known[request_id], num_tokens))
+        return chunks
 
     def look(self, num_scheduled: Mapping[str, int] = MappingProxyType({})) -> None:
         """Find the requests that have become due since the last look.

@@ -1,7 +1,7 @@
 """The jobs in flight, and the device blocks that they keep out of vLLM's reach.
 
 ```
-begin_store, begin_load      the job waits in `jobs` for the next step, and is in flight
+begin_store, begin_load      the job waits for the next step, and is in flight
 take_jobs                    the step hands it to the workers
 released (stores)            every rank has read the blocks: vLLM may have them back
 end                          every rank has reported: blocks and host slots come free
@@ -62,17 +62,20 @@ class Transfers:
 
     Attributes:
         in_flight: by job id.
-        jobs: what the next step hands to the workers.
+        failed_request_ids: the requests whose failed loads the next step reports.
     """
 
     tier: HostTier
     in_flight: dict[int, Transfer] = field(default_factory=dict)
-    jobs: StepJobs = field(default_factory=StepJobs)
+    failed_request_ids: list[str] = field(default_factory=list)
+    # The jobs that the next step hands to the workers.
+    _loads: list[Copies] = field(default_factory=list)
+    _stores: list[Copies] = field(default_factory=list)
     _num_storing: int = 0
 
     def begin_load(self, job: Job, blocks: list[KVCacheBlock], request_id: str) -> None:
         """Begin to load `blocks` for a request."""
-        self.jobs.loads.append(Copies.of(job))
+        self._loads.append(Copies.of(job))
         self.in_flight[job.job_id] = Transfer("load", blocks, request_id=request_id)
 
     def begin_store(self, job: Job, blocks: list[KVCacheBlock]) -> None:
@@ -91,17 +94,22 @@ class Transfers:
             self.tier.lazy.hold(blocks)
             transfer.held = blocks
         self.in_flight[job.job_id] = transfer
-        self.jobs.stores.append(copies)
+        self._stores.append(copies)
         self._num_storing += 1
 
     def fail_load(self, request_id: str) -> None:
         """Have the workers report to vLLM that the load of a request has failed."""
-        self.jobs.failed_request_ids.append(request_id)
+        self.failed_request_ids.append(request_id)
 
     def take_jobs(self) -> StepJobs:
         """Return what the workers begin in the step that was just scheduled."""
-        jobs, self.jobs = self.jobs, StepJobs()
-        jobs.asks_capacity = self.tier.offload is None and not self.tier.is_off
+        jobs = StepJobs()
+        if self._loads or self._stores or self.failed_request_ids:  # in few steps
+            jobs.loads, jobs.stores = self._loads, self._stores
+            jobs.failed_request_ids = self.failed_request_ids
+            self._loads, self._stores, self.failed_request_ids = [], [], []
+        if self.tier.offload is None:
+            jobs.asks_capacity = not self.tier.is_off
         return jobs
 
     # -- the ends of jobs -----------------------------------------------------------------------
@@ -209,7 +217,7 @@ class Transfers:
             is_copying = self._num_storing > 0
         else:
             is_copying = bool(self.in_flight) and self.tier.clock() < self.tier.off_until
-        return is_copying or bool(self.jobs.failed_request_ids)
+        return is_copying or bool(self.failed_request_ids)
 
     def holds_freed_blocks(self) -> bool:
         """Whether a job that will end gives blocks back that nothing else holds."""

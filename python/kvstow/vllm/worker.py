@@ -120,7 +120,10 @@ class WorkerHalf:
         self._open: list[Mover] = []
         self._layouts: tuple[BlockLayout, ...] = ()
         self._before_step: Event | None = None
-        self._jobs = StepJobs()
+        # Of the step's jobs those that have not begun; what else the step asks for.
+        self._left: dict[Direction, list[Copies]] = {"load": [], "store": []}
+        self._failed_request_ids: set[str] = set()
+        self._asks_capacity = False
         self._running: dict[int, _Running] = {}
         self._reports = StepReports()
         self._stats = ConnectorStats()
@@ -257,24 +260,26 @@ class WorkerHalf:
         Stores of the last step that vLLM has not begun begin now: with drafts, the older runner
         asks for them after the drafts, and only the last stage of a pipeline makes drafts. Their
         blocks were computed before that step, and are held until the stores end.
+
+        The message loses what is taken from it, so that it may be bound twice.
         """
         self.begin("store")
         self._drop_step()
-        jobs.failed_request_ids += self._jobs.failed_request_ids
-        self._jobs = jobs
+        self._left["load"] += jobs.loads
+        self._left["store"] += jobs.stores
+        self._failed_request_ids.update(jobs.failed_request_ids)
+        self._asks_capacity = jobs.asks_capacity
         self._before_step = None
-        if self.below is not None and jobs.below is not None:
-            self.below.take(jobs.below)
-            jobs.below = None
         if self.below is not None:
+            if jobs.below is not None:
+                self.below.take(jobs.below)
             for copies in jobs.stores:
                 self.below.used(copies.host_slots)
+        jobs.loads, jobs.stores, jobs.failed_request_ids, jobs.below = (), (), (), None
 
     def _drop_step(self) -> None:
         """Fail the jobs of the last step that an error has kept from beginning."""
-        jobs: dict[Direction, list[Copies]]
-        jobs = {"load": self._jobs.loads, "store": self._jobs.stores}
-        for direction, left in jobs.items():
+        for direction, left in self._left.items():
             for copies in left:
                 error = StateError("an error ended the step before this job began")
                 self._running[copies.job_id] = _Running(direction, copies, error=error)
@@ -287,8 +292,8 @@ class WorkerHalf:
         it may still read, and a store reads blocks that it fills. A job whose copies cannot begin
         has failed; it ends when those of its copies that did begin are over.
         """
-        jobs = self._jobs.loads if direction == "load" else self._jobs.stores
-        if direction == "load" and (jobs or self._jobs.stores):
+        jobs = self._left[direction]
+        if direction == "load" and (jobs or self._left["store"]):
             self._before_step = self._computed()
         while jobs:  # jobs that have begun leave the list, because vLLM may ask twice
             copies = jobs.pop(0)
@@ -334,14 +339,14 @@ class WorkerHalf:
 
     def failed_request_ids(self) -> set[str]:
         """Return the requests whose loads the scheduler half has given up, each once."""
-        failed, self._jobs.failed_request_ids = self._jobs.failed_request_ids, []
-        return set(failed)
+        failed, self._failed_request_ids = self._failed_request_ids, set()
+        return failed
 
     def reports(self) -> StepReports | None:
         """Return how far jobs have come since the last call, and the capacity if it is asked."""
         self._poll()
         reports = self._reports
-        is_asked = self._jobs.asks_capacity
+        is_asked = self._asks_capacity
         if self.below is not None and (news := self.below.report(is_asked=is_asked)) is not None:
             reports.below[self._rank] = news
         if is_asked:
