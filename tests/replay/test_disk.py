@@ -168,6 +168,15 @@ def test_a_disk_of_another_model_says_what_to_remove(
     assert "on_mismatch" not in error
 
 
+def test_a_disk_in_use_is_bad_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "disk")
+    with ReplayEngine(EACH_TWICE, ReplayConfig(disk=path, disk_blocks=20)):
+        assert main(["replay", "--limit", "4", "--disk", path, "--disk-blocks", "20"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"kvstow: {path} is in use in this process; close the other one")
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize("given", [{"disk": "x"}, {"disk_blocks": 5}])
 def test_disk_needs_both_its_options(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="a disk tier needs both"):

@@ -7,7 +7,7 @@ import random
 from collections import deque
 from typing import Final
 
-from kvstow._core import ConfigError
+from kvstow._core import ConfigError, StateError
 from kvstow.closing import Closing
 from kvstow.engine import DiskOptions, Engine, SharedOptions
 from kvstow.engine.ranks import RankLayouts
@@ -79,6 +79,8 @@ class ReplayState(Closing):
         except SlotFileMismatch as error:
             fix = "pass another path, or remove the file and its index"
             raise SlotFileMismatch(error.why, fix) from error
+        except StateError as error:  # another process has the slot file open
+            raise ConfigError(str(error)) from error
         self.num_warm = self.kv.stats()["disk_resident_blocks"] if config.disk else 0
         self.arena = self.kv.arenas[0]
         block_bytes = [geometry.block_bytes for geometry in self.model.geometries]

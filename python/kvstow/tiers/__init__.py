@@ -1,4 +1,4 @@
-"""Tiers below the host: what falls off the host arena is kept on a disk, or in a shared store.
+"""Tiers below the host: a disk or a shared store keeps blocks of the host arena.
 
 `tier` has the interface that all tiers share. A tier moves whole slots between the host arena and
 its own medium, and proves what it returns. The accounting lies elsewhere, in the Rust core.

@@ -168,8 +168,8 @@ class Options:
         skip_slow_loads: let no request wait for a tier below the host while its loads take longer
             than computing. One slow load in 16 takes place, because the tier may be faster again.
             Runs then depend on the clock.
-        disk_path: a folder on a local disk for what falls off host memory. A restarted server finds
-            its blocks there. Needs `disk_bytes_to_use`.
+        disk_path: a folder on a local disk that keeps more than host memory. A restarted server
+            finds its blocks there. Needs `disk_bytes_to_use`.
         disk_bytes_to_use: disk space of an engine, reserved at the start and divided equally among
             its ranks.
         disk_admit: "all" writes every block that is stored. "returned" writes blocks that requests
