@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -638,6 +639,26 @@ def test_files_that_have_not_changed_are_read_once(
     assert worlds[1].digest() == before and read == ["weights"]
     (worlds[0].folder / "weights").write_text("WEIGHTS")
     assert worlds[1].digest() != before and read == ["weights"] * 2
+
+
+@pytest.mark.parametrize("may_show", [True, False])
+def test_files_of_an_image_are_read_each_time(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, may_show: bool
+) -> None:
+    """An image of a file system may give each version of a file one inode, size and time."""
+    chosen = {"st_ino": 7, "st_ctime": 1.0, "st_mtime_ns": 10**9, "st_ctime_ns": 10**9 + may_show}
+    real = os.stat
+
+    def stat(path: Any, **more: Any) -> Any:
+        found = real(path, **more)
+        names = [name for name in dir(found) if name.startswith("st_")]
+        return SimpleNamespace(**{name: getattr(found, name) for name in names} | chosen)
+
+    monkeypatch.setattr(os, "stat", stat)
+    before = worlds[0].digest()
+    (worlds[0].folder / "weights").write_text("WEIGHTS")
+    # The negative control: a time that a clock has given is believed.
+    assert (worlds[1].digest() == before) is may_show
 
 
 def test_digests_by_another_sum_are_not_believed(
