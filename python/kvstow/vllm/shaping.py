@@ -217,8 +217,22 @@ def _states(config: VllmConfig) -> list[Any]:
     has_states = getattr(config.model_config, "has_inner_state", True)
     # Its kernels, which may round at random.
     kernels = getattr(config, "mamba_config", None)
-    # A state has rows for the drafts. A block of keys and values does not depend on them.
-    return [*settings, kernels, drafts if has_states else 0]
+    # A state has rows for the drafts. A block of keys and values does not depend on them, unless
+    # they decide whether a part of it is written.
+    return [*settings, kernels, drafts if has_states else 0, *_draft_modules(config)]
+
+
+def _draft_modules(config: VllmConfig) -> list[Any]:
+    """Return what decides which modules of MTP have KV, if the model has several of them.
+
+    Each has its layers in a block. vLLM's newer runner computes those of as many modules as there
+    are drafts, and the older one those of the first module.
+    """
+    speculative = config.speculative_config
+    own = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    if (getattr(own, "num_nextn_predict_layers", None) or 1) == 1:
+        return []
+    return [speculative.num_speculative_tokens, getattr(config, "use_v2_model_runner", False)]
 
 
 def _backends(config: VllmConfig) -> list[Any]:
