@@ -526,6 +526,8 @@ class VllmConfig:
     shutdown_timeout: ...
     attention_config: optional
     aux_output_config: optional
+    ec_transfer_config: optional
+    use_v2_model_runner: optional
     weight_transfer_config: optional
 
 class CompilationConfig:
@@ -575,6 +577,9 @@ class SchedulerConfig:
 class SpeculativeConfig:
     num_speculative_tokens: ...
     draft_model_config: ...
+
+class ECTransferConfig:
+    is_ec_consumer: ...
 
 class KVEventsConfig:
     enable_kv_cache_events: ...

@@ -6,9 +6,9 @@ and what prevents it:
 
 - Other weights under the same path or name: the digest of the content of all files of the model.
 - Other weights that are not in these files (a loader that fetches them, a remote store, a folder of
-  their own for downloads, another repository for a part of the model or for its code, or a trainer
-  that sends them): the blocks are private, so the server begins with an empty disk, and shares
-  nothing (`Identity.why_private`).
+  their own for downloads, another repository for a part of the model or for its code, a trainer
+  that sends them, or another server that encodes the images): the blocks are private, so the server
+  begins with an empty disk, and shares nothing (`Identity.why_private`).
 - Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded,
   or a file of the version that was written meanwhile: private, if anything changed since the
   process began (`last_change`).

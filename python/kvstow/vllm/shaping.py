@@ -338,8 +338,18 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
         "a part of it comes from another repository": any(
             _has_parts_elsewhere(model) for model in models_of(config).values()
         ),
+        "another server may encode its images (--ec-transfer-config)": _takes_encodings(config),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _takes_encodings(config: VllmConfig) -> bool:
+    """Whether what an encoder of media returns may come from another server, or from a store.
+
+    It is found by the name of the model and the content of the media, under any weights.
+    """
+    transfer = getattr(config, "ec_transfer_config", None)
+    return transfer is not None and transfer.is_ec_consumer and takes_media(config.model_config)
 
 
 def _what_to_read(load: Any) -> Any:
