@@ -103,6 +103,17 @@ def test_weights_that_a_trainer_sends_are_private(cached: Path) -> None:
     assert identity(str(cached), weight_transfer_config=object()).why_private
 
 
+@pytest.mark.parametrize("layers", [[], [1]])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_model_that_reads_another_tokenizer_is_private(
+    cached: Path, layers: list[int], *, is_own: bool
+) -> None:
+    """DeepSeek V4.1 embeds n-grams of the texts of its tokens."""
+    tokenizer = {"tokenizer": str(cached) if is_own else "someone/else"}
+    own = identity(str(cached), hf_config={"engram_layer_ids": layers}, trust=tokenizer)
+    assert bool(own.why_private) is (bool(layers) and not is_own)
+
+
 @pytest.mark.parametrize("role", ["ec_producer", "ec_consumer", "ec_both"])
 @pytest.mark.parametrize("takes_media", [True, False])
 def test_media_that_another_server_encodes_are_private(

@@ -363,7 +363,15 @@ def _what_to_read(load: Any) -> Any:
 def _has_parts_elsewhere(model: Any) -> bool:
     """Whether a model names another one for a part of it, as Ultravox does."""
     own = vars(model.hf_config)
+    if reads_tokenizer(model) and model.tokenizer != model.model:
+        return True
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
+
+
+def reads_tokenizer(model: Any) -> bool:
+    """Whether a model embeds n-grams of texts (Engram), which its tokenizer makes of the tokens."""
+    text = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+    return bool(getattr(text, "engram_layer_ids", None))
 
 
 def has_code_elsewhere(config: VllmConfig, folders: Mapping[str, Path | None]) -> bool:
