@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -345,7 +346,9 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
     assert of_ranks <= settings(ParallelConfig)
     assert {"mamba_config", "additional_config", "lora_config"} <= settings(VllmConfig)
     assert isinstance(ModelConfig.is_moe, property)
-    assert {"kv_cache_dtype", "moe_backend"} <= settings(SpeculativeConfig)
+    of_drafts = {"kv_cache_dtype", "moe_backend", "num_speculative_tokens", "draft_model_config"}
+    assert of_drafts <= settings(SpeculativeConfig)
+    assert isinstance(VllmConfig.use_v2_model_runner, property)
     of_images = {*shaping_module._OF_NO_NUMBERS, "mm_encoder_fp8_scale_path"}
     assert of_images <= settings(MultiModalConfig)
     assert {*shaping_module._OF_NO_BLOCK} - settings(ModelConfig) <= OF_LATER_VERSIONS
@@ -419,6 +422,26 @@ def test_drafts_shape_no_block_of_a_model_without_states(worlds: tuple[World, Wo
     before = worlds[0].digest()
     OTHERS["rows of states for drafts"](worlds[1])
     assert worlds[1].digest() == before
+
+
+@pytest.mark.parametrize("num_modules", [1, 3])
+@pytest.mark.parametrize("change", ["drafts", "runner"])
+def test_what_decides_which_modules_of_mtp_have_kv_counts(
+    worlds: tuple[World, World], num_modules: int, change: str
+) -> None:
+    """A server of one draft writes no KV of the other modules, but stores their layers."""
+    for world, num_drafts in zip(worlds, (1, 3), strict=True):
+        model = world.config.model_config
+        model.has_inner_state = False
+        draft = _Model(**vars(model))
+        draft.hf_config = _Json(num_nextn_predict_layers=num_modules)
+        world.config.use_v2_model_runner = change == "drafts" or num_drafts == 3
+        world.config.speculative_config = SimpleNamespace(
+            num_speculative_tokens=num_drafts if change == "drafts" else 3,
+            draft_model_config=draft,
+            draft_load_config=None,
+        )
+    assert (worlds[0].digest() == worlds[1].digest()) is (num_modules == 1)
 
 
 @pytest.mark.parametrize("name", [name for name in OTHERS if name.startswith("experts ")])
@@ -638,6 +661,26 @@ def test_files_that_have_not_changed_are_read_once(
     assert worlds[1].digest() == before and read == ["weights"]
     (worlds[0].folder / "weights").write_text("WEIGHTS")
     assert worlds[1].digest() != before and read == ["weights"] * 2
+
+
+@pytest.mark.parametrize("may_show", [True, False])
+def test_files_of_an_image_are_read_each_time(
+    worlds: tuple[World, World], monkeypatch: pytest.MonkeyPatch, may_show: bool
+) -> None:
+    """An image of a file system may give each version of a file one inode, size and time."""
+    chosen = {"st_ino": 7, "st_ctime": 1.0, "st_mtime_ns": 10**9, "st_ctime_ns": 10**9 + may_show}
+    real = os.stat
+
+    def stat(path: Any, **more: Any) -> Any:
+        found = real(path, **more)
+        names = [name for name in dir(found) if name.startswith("st_")]
+        return SimpleNamespace(**{name: getattr(found, name) for name in names} | chosen)
+
+    monkeypatch.setattr(os, "stat", stat)
+    before = worlds[0].digest()
+    (worlds[0].folder / "weights").write_text("WEIGHTS")
+    # The negative control: a time that a clock has given is believed.
+    assert (worlds[1].digest() == before) is may_show
 
 
 def test_digests_by_another_sum_are_not_believed(

@@ -20,7 +20,7 @@ import pytest
 import torch
 from tests.vllm.halves import FULL, NUM_BLOCKS, PAGE_BYTES, cache_config
 from tests.vllm.halves_below import folder_on_disk
-from vllm.config import VllmConfig
+from vllm.config import ECTransferConfig, VllmConfig
 
 from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, TierBlocks
 from kvstow.transfer import HostArena
@@ -101,6 +101,31 @@ def test_weights_that_are_read_in_another_way_are_not_private(
 
 def test_weights_that_a_trainer_sends_are_private(cached: Path) -> None:
     assert identity(str(cached), weight_transfer_config=object()).why_private
+
+
+@pytest.mark.parametrize("layers", [[], [1]])
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_model_that_reads_another_tokenizer_is_private(
+    cached: Path, layers: list[int], *, is_own: bool
+) -> None:
+    """DeepSeek V4.1 embeds n-grams of the texts of its tokens."""
+    tokenizer = {"tokenizer": str(cached) if is_own else "someone/else"}
+    own = identity(str(cached), hf_config={"engram_layer_ids": layers}, trust=tokenizer)
+    assert bool(own.why_private) is (bool(layers) and not is_own)
+
+
+@pytest.mark.parametrize("role", ["ec_producer", "ec_consumer", "ec_both"])
+@pytest.mark.parametrize("takes_media", [True, False])
+def test_media_that_another_server_encodes_are_private(
+    cached: Path, role: Any, takes_media: bool
+) -> None:
+    """Its encoder may have other weights. vLLM asks by the name of the model and the content."""
+    own = identity(
+        str(cached),
+        trust={"multimodal_config": SimpleNamespace() if takes_media else None},
+        ec_transfer_config=ECTransferConfig(ec_connector="ECExampleConnector", ec_role=role),
+    )
+    assert bool(own.why_private) is (takes_media and role != "ec_producer")
 
 
 def test_a_model_with_parts_from_other_repositories_is_private(cached: Path) -> None:

@@ -36,7 +36,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvstow import ConfigError, FullAttention, SlidingWindow
-from kvstow.vllm.connector import _horizon_blocks
+from kvstow.vllm.connector import _horizon_blocks, _keeps_ids_in_slots
 from kvstow.vllm.model import Model
 from kvstow.vllm.tracked import TrackedRequest
 
@@ -296,3 +296,14 @@ def test_rings_are_left_out() -> None:
 def _behind_one(model: Model) -> dict[str, Any]:
     names = ("groups", "layers", "group_ids", "other_block_sizes")
     return {name: getattr(model, name) for name in names}
+
+
+@pytest.mark.parametrize("is_newer_runner", [True, False])
+@pytest.mark.parametrize("layers", [[], [1]])
+def test_ids_of_generated_tokens_are_kept_by_slots_for_ngrams_in_the_older_runner(
+    layers: list[int], *, is_newer_runner: bool
+) -> None:
+    """A load does not write them, so a preempted request may load its prompt only."""
+    model = SimpleNamespace(hf_text_config=SimpleNamespace(engram_layer_ids=layers))
+    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=is_newer_runner)
+    assert _keeps_ids_in_slots(config) is (bool(layers) and not is_newer_runner)

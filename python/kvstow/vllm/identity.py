@@ -6,9 +6,9 @@ and what prevents it:
 
 - Other weights under the same path or name: the digest of the content of all files of the model.
 - Other weights that are not in these files (a loader that fetches them, a remote store, a folder of
-  their own for downloads, another repository for a part of the model or for its code, or a trainer
-  that sends them): the blocks are private, so the server begins with an empty disk, and shares
-  nothing (`Identity.why_private`).
+  their own for downloads, another repository for a part of the model or for its code, a trainer
+  that sends them, or another server that encodes the images): the blocks are private, so the server
+  begins with an empty disk, and shares nothing (`Identity.why_private`).
 - Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded,
   or a file of the version that was written meanwhile: private, if anything changed since the
   process began (`last_change`).
@@ -333,9 +333,9 @@ def content_of(path: Path, memory: Path | None) -> str:
             place = [_CONTENT_DIGEST, now.st_dev, now.st_ino]
             state = [*place, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
             kept = known.get(str(file))
-            is_kept = isinstance(kept, list) and kept[:-1] == state
+            is_kept = isinstance(kept, list) and kept[:-1] == state and _shows_changes(now)
             digest = str(kept[-1]) if kept is not None and is_kept else _content_digest(file)
-            is_old = time.time() - now.st_ctime > _FRESH_S
+            is_old = time.time() - now.st_ctime > _FRESH_S and _shows_changes(now)
         except OSError as error:
             raise ConfigError(
                 f"{file} cannot be read ({error.strerror}), and the tier below the host "
@@ -347,6 +347,15 @@ def content_of(path: Path, memory: Path | None) -> str:
     if memory is not None and any(known.get(name) != state for name, state in found.items()):
         _remember(memory, known | found)
     return digest_of(lines)
+
+
+def _shows_changes(file: os.stat_result) -> bool:
+    """Whether other content of a file would have another time of its last change.
+
+    An image of a file system (squashfs, EROFS) and a mounted bucket have the time that their maker
+    has chosen, in whole seconds. It may be the same in each version, as may inodes and sizes.
+    """
+    return file.st_ctime_ns != file.st_mtime_ns or file.st_ctime_ns % 10**9 != 0
 
 
 def _files(path: Path) -> Iterator[tuple[str, Path]]:

@@ -217,8 +217,22 @@ def _states(config: VllmConfig) -> list[Any]:
     has_states = getattr(config.model_config, "has_inner_state", True)
     # Its kernels, which may round at random.
     kernels = getattr(config, "mamba_config", None)
-    # A state has rows for the drafts. A block of keys and values does not depend on them.
-    return [*settings, kernels, drafts if has_states else 0]
+    # A state has rows for the drafts. A block of keys and values does not depend on them, unless
+    # they decide whether a part of it is written.
+    return [*settings, kernels, drafts if has_states else 0, *_draft_modules(config)]
+
+
+def _draft_modules(config: VllmConfig) -> list[Any]:
+    """Return what decides which modules of MTP have KV, if the model has several of them.
+
+    Each has its layers in a block. vLLM's newer runner computes those of as many modules as there
+    are drafts, and the older one those of the first module.
+    """
+    speculative = config.speculative_config
+    own = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
+    if (getattr(own, "num_nextn_predict_layers", None) or 1) == 1:
+        return []
+    return [speculative.num_speculative_tokens, getattr(config, "use_v2_model_runner", False)]
 
 
 def _backends(config: VllmConfig) -> list[Any]:
@@ -324,8 +338,18 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
         "a part of it comes from another repository": any(
             _has_parts_elsewhere(model) for model in models_of(config).values()
         ),
+        "another server may encode its images (--ec-transfer-config)": _takes_encodings(config),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _takes_encodings(config: VllmConfig) -> bool:
+    """Whether what an encoder of media returns may come from another server, or from a store.
+
+    It is found by the name of the model and the content of the media, under any weights.
+    """
+    transfer = getattr(config, "ec_transfer_config", None)
+    return transfer is not None and transfer.is_ec_consumer and takes_media(config.model_config)
 
 
 def _what_to_read(load: Any) -> Any:
@@ -339,7 +363,15 @@ def _what_to_read(load: Any) -> Any:
 def _has_parts_elsewhere(model: Any) -> bool:
     """Whether a model names another one for a part of it, as Ultravox does."""
     own = vars(model.hf_config)
+    if reads_tokenizer(model) and model.tokenizer != model.model:
+        return True
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
+
+
+def reads_tokenizer(model: Any) -> bool:
+    """Whether a model embeds n-grams of texts (Engram), which its tokenizer makes of the tokens."""
+    text = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
+    return bool(getattr(text, "engram_layer_ids", None))
 
 
 def has_code_elsewhere(config: VllmConfig, folders: Mapping[str, Path | None]) -> bool:
