@@ -840,9 +840,9 @@ def test_a_preempted_request_may_load_its_prompt_only(
     request.append_output_token_ids([7] * 30)
     assert scheduler.manager.allocate_slots(request, 30)
     scheduler.step(request)
-    stores = scheduler.jobs.stores
+    stores = list(scheduler.jobs.stores)
     scheduler.step()
-    stores = stores + scheduler.jobs.stores
+    stores += scheduler.jobs.stores
     scheduler.manager.free(request)
     request.num_computed_tokens = 0
     scheduler.half.build(Step(preempted_req_ids={"a"}))
