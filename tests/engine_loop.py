@@ -25,6 +25,7 @@ from kvstow import (
     OutOfBlocks,
     SlidingWindow,
     StateError,
+    StateSpace,
     UnknownRequest,
     hash_tokens,
 )
@@ -37,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "lazy": {"mode": "lazy", "horizon_blocks": 8},
     "window": {"windows": 1, "num_blocks": 26},
     "lazy window": {"windows": 1, "num_blocks": 26, "mode": "lazy", "horizon_blocks": 16},
+    "states": {"states": 1, "num_blocks": 26},
     "ranks": {"world_size": 2},
     "slots of two": {"blocks_per_slot": 2},
 }
@@ -76,13 +78,14 @@ class Loop:
         num_blocks: int = 14,
         num_host_blocks: int = 30,
         windows: int = 0,
+        states: int = 0,
         folder: Path | None = None,
         **options: Any,
     ) -> None:
         self.seed = seed
         self.chances = random.Random(seed)
-        self.groups: list[FullAttention | SlidingWindow] = [FullAttention(BLOCK)]
-        self.groups += [SlidingWindow(BLOCK, 6)] * windows
+        self.groups: list[FullAttention | SlidingWindow | StateSpace] = [FullAttention(BLOCK)]
+        self.groups += [SlidingWindow(BLOCK, 6)] * windows + [StateSpace(BLOCK)] * states
         self.world_size = int(options.get("world_size", 1))
         self.folder = folder
         self.requests: dict[str, Request] = {}
@@ -133,18 +136,33 @@ class Loop:
         def run() -> None:
             at = np.arange(end)
             for (rank, group), value in values.items():
-                blocks = tables[group][at // BLOCK]
+                blocks, place = tables[group][at // BLOCK], at % BLOCK
                 cells = memory[rank][group]
-                is_read = (blocks > 0) & (at < begin)
-                held = cells[blocks[is_read], at[is_read] % BLOCK]
+                assert blocks[self.first_read(group, begin) : begin].all(), (
+                    f"seed {self.seed}: {name} lacks a block of group {group} that it reads"
+                )
+                is_read, is_written = (blocks > 0) & (at < begin), at >= begin
+                if isinstance(self.groups[group], StateSpace):  # a block holds one state
+                    is_read &= at == begin - 1
+                    is_written &= (place == BLOCK - 1) | (at == end - 1)
+                    place[:] = 0
+                held = cells[blocks[is_read], place[is_read]]
                 assert held.tolist() == value[is_read].tolist(), (
                     f"seed {self.seed}: {name} reads KV of group {group} that is not its own"
                 )
                 self.num_checked += len(held)
-                cells[blocks[begin:], at[begin:] % BLOCK] = value[begin:]
+                cells[blocks[is_written], place[is_written]] = value[is_written]
                 cells[0] = GARBAGE
 
         return run
+
+    def first_read(self, group: int, begin: int) -> int:
+        """Return the first token whose KV token `begin` needs, in a group."""
+        attention = self.groups[group]
+        if isinstance(attention, StateSpace):
+            return max(0, begin - 1)
+        window = attention.window if isinstance(attention, SlidingWindow) else begin + 1
+        return max(0, begin - window + 1)
 
     def run_one(self) -> None:
         """Run the compute that was launched first."""
@@ -207,7 +225,12 @@ class Loop:
         num_new = self.chances.randint(1, len(request.tokens) - num_granted)
         num_lookahead = self.num_lookahead()
         try:
-            step = self.engine.step([name], [num_new], num_lookahead_tokens=num_lookahead)
+            step = self.engine.step(
+                [name],
+                [num_new],
+                num_lookahead_tokens=num_lookahead,
+                num_in_flight_tokens=max(0, num_granted - request.num_done),
+            )
         except OutOfBlocks:  # the next turn may ask for fewer tokens
             return
         if not step.num_granted:

@@ -265,6 +265,8 @@ def test_a_request_that_starts_over_after_a_reset_is_cached_again() -> None:
         (lambda e: e.computed(["runs"], [15.7], after=READY), ConfigError, "sequence of integers"),
         (lambda e: e.computed(["runs"], ["16"], after=READY), ConfigError, "sequence of integers"),
         (lambda e: e.computed(["runs"], np.ones(1), after=READY), ConfigError, "of integers"),
+        (lambda e: e.computed(["runs"], {16}, after=READY), ConfigError, "is of type set, exp"),
+        (lambda e: e.computed(["runs"], {16: 1}, after=READY), ConfigError, "is of type dict"),
         (lambda e: e.computed(["runs"], [16], after=None), ConfigError, "expected an Event"),
         (lambda e: e.computed(["runs"], [16], after=HostEvent), ConfigError, "not its class"),
         (lambda e: e.end(None), ConfigError, "transfer is None.*if there is one"),

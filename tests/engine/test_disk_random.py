@@ -97,8 +97,8 @@ class DiskLoop(Loop):
         self.close()
         self.files.rate = 0.0
         self.memory = self.new_memory(self.engine.ledger.pool.num_blocks)
-        windows = {"windows", "num_blocks"}
-        given = {name: value for name, value in self.options.items() if name not in windows}
+        own = {"windows", "states", "num_blocks"}
+        given = {name: value for name, value in self.options.items() if name not in own}
         num_blocks = self.engine.ledger.pool.num_blocks
         self.engine = Engine(num_blocks, 10, self.groups, self.layouts, **given)
         for name, request in self.requests.items():

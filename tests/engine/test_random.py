@@ -30,7 +30,7 @@ def ledger_that_publishes_at_the_grant(*args: Any, **options: Any) -> BlockLedge
     return BlockLedger(*args, **(options | {"publish": "granted"}))
 
 
-@pytest.mark.parametrize("shape", ["eager", "lazy", "window"])
+@pytest.mark.parametrize("shape", ["eager", "lazy", "window", "states"])
 def test_random_loop_detects_a_ledger_that_publishes_at_the_grant(
     shape: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -48,7 +48,13 @@ def checked_limit_s(name: str, timeout_s: float | None) -> float | None:
 def checked_counts(
     name: str, counts: Sequence[int] | npt.NDArray[np.integer], num_expected: int
 ) -> list[int]:
-    """Return `num_expected` counts as a list of ints."""
+    """Return `num_expected` counts as a list of ints. Refuse a set, because it has no order."""
+    given: object = counts
+    if isinstance(given, set | frozenset | dict):
+        raise ConfigError(
+            f"{name} is of type {type(given).__name__}, expected a sequence of integers: pass a "
+            "list, in the order of request_ids"
+        )
     try:
         numbers = list(map(operator.index, counts))  # int() would also take 63.7 and "64"
     except TypeError as error:
