@@ -491,6 +491,20 @@ def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
     assert world.has(KEYS[0])
 
 
+def test_server_after_one_whose_weights_changed_in_place_starts(make: Make, version: Path) -> None:
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    version.write_text("8")
+    world.change_weights()
+    world.store(KEYS[:4])
+    world.close()
+    world = make(weights_version_path=str(version))
+    assert not world.has(KEYS[0])
+    world.store(KEYS[:4])
+    world.close()
+    assert make(weights_version_path=str(version)).has(KEYS[0])
+
+
 def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(
     make: Make, version: Path
 ) -> None:
