@@ -61,7 +61,7 @@ from kvstow.tiers import SlotTier, TierBlocks
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_file import begin_renewal, secondary_file
-from kvstow.vllm.secondary_identity import chunks_fingerprint
+from kvstow.vllm.secondary_identity import chunks_fingerprint, warn_of_windows
 from kvstow.vllm.secondary_job import Job
 from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
@@ -144,6 +144,7 @@ class KVStowDisk(SecondaryTierManager):
             logger.warning(
                 "kvstow: the secondary tier %s ignores %s", tier_type, ", ".join(sorted(unknown))
             )
+        warn_of_windows(offloading_spec, tier_type)
         assert path is not None
         self.locality = None if locality is None else Locality(locality)
         is_published = offloading_spec.kv_events_config.enable_kv_cache_events
