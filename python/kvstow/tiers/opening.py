@@ -3,8 +3,8 @@
 ```
 no file                         create both, all or nothing
 both, header and sizes fit      warm: keep what the frames prove; grow or shrink to max_bytes
-both, but a reset drew          empty, of any fingerprint: its blocks may be of weights that are gone
-  the generation
+both, but a reset drew          empty, whatever its fingerprint: its blocks may be of weights
+  the generation                that are gone
 both, but another fingerprint,  refuse, or with on_mismatch="reset" empty
   slot size or version, or a
   damaged header
