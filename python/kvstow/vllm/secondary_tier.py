@@ -180,8 +180,7 @@ class KVStowDisk(SecondaryTierManager):
         self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
         # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
         # last reset was, at most that many.
-        self._most_ahead = offloading_spec.config.parallel.pp_size + 1
-        self._num_steps = self._most_ahead
+        self._most_ahead = self._num_steps = offloading_spec.config.parallel.pp_size + 1
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
