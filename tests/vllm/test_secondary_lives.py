@@ -298,31 +298,36 @@ def start(state: State, setting: Setting, dice: random.Random) -> Offloaded:
 
 def serve(engine: Offloaded, dice: random.Random, *, resets: bool = False) -> None:
     """Serve requests with shared beginnings, perhaps with a reset among them, and stop."""
-    state, setting = engine.state, engine.setting
-    is_kept = not setting.is_private
-    for number in range(NUM_REQUESTS):
-        trunk = dice.choice(TRUNKS)[: dice.randrange(20, 130)]
-        engine.ask(
-            f"r{number}",
-            trunk + tokens(dice.randrange(1, 30), dice.randrange(3)),
-            dice.choice([None, None, "pepper"]),
-            has_adapter=setting.has_adapters and dice.random() < 0.5,
-        )
-        for _ in range(dice.randrange(12)):
-            engine.step()
-            engine.copy(dice.choice([0.3, 1.0]))
-        if resets and number == NUM_REQUESTS // 2:
-            engine.settle()
-            if is_new := dice.random() < 0.5:
-                state.version += 1
-                state.version_path.write_text(str(state.version))
-            engine.reset()
-            engine.load_weights()
-            is_kept &= setting.has_version and not is_new
-    engine.settle()
-    engine.close()
+    state, is_kept = engine.state, not engine.setting.is_private
+    try:
+        for number in range(NUM_REQUESTS):
+            ask_and_step(engine, f"r{number}", dice)
+            if resets and number == NUM_REQUESTS // 2:
+                engine.settle()
+                if is_new := dice.random() < 0.5:
+                    state.version += 1
+                    state.version_path.write_text(str(state.version))
+                engine.reset()
+                engine.load_weights()
+                is_kept &= engine.setting.has_version and not is_new
+        engine.settle()
+    finally:
+        engine.close()
     state.keys = frozenset(engine.disk._slots)
-    state.kept = state.whose(setting) if is_kept else None
+    state.kept = state.whose(engine.setting) if is_kept else None
+
+
+def ask_and_step(engine: Offloaded, name: str, dice: random.Random) -> None:
+    trunk = dice.choice(TRUNKS)[: dice.randrange(20, 130)]
+    engine.ask(
+        name,
+        trunk + tokens(dice.randrange(1, 30), dice.randrange(3)),
+        dice.choice([None, None, "pepper"]),
+        has_adapter=engine.setting.has_adapters and dice.random() < 0.5,
+    )
+    for _ in range(dice.randrange(12)):
+        engine.step()
+        engine.copy(dice.choice([0.3, 1.0]))
 
 
 @pytest.fixture
