@@ -411,6 +411,24 @@ def test_file_of_another_fingerprint_is_refused_or_emptied(
         open_file(tmp_path, arena)
 
 
+def test_file_of_another_fingerprint_that_keeps_no_block_is_taken(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    """As the next start wants it after weights that changed in place."""
+    with open_file(tmp_path, arena) as tier:
+        tier.renew().wait(LONG_S)
+        assert all(put(tier, KEYS[:4], range(4)))
+    with open_file(tmp_path, arena, model=OTHER) as tier:
+        assert len(tier.records()) == 0
+        assert not any(get(tier, KEYS[:4], range(4)))
+        assert all(put(tier, KEYS[:2], range(2)))
+    with pytest.raises(SlotFileMismatch):
+        open_file(tmp_path, arena)
+    (tmp_path / "slots").unlink()
+    with open_file(tmp_path, arena) as tier:
+        assert len(tier.records()) == 0
+
+
 def test_file_of_another_slot_size_is_refused_or_emptied(tmp_path: Path, arena: HostArena) -> None:
     fill(tmp_path, arena)
     before = on_disk(tmp_path)

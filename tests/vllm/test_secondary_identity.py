@@ -15,7 +15,7 @@ import pytest
 import tests.vllm.runner  # noqa: F401 - before anything imports vLLM
 from tests.tiers.setup import LONG_S
 from tests.vllm import secondary
-from tests.vllm.halves import FULL, cache_config, engine_config
+from tests.vllm.halves import FULL, WINDOW, cache_config, engine_config
 from tests.vllm.secondary import KEYS, Make, Model, World, content, fill_primary
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -129,8 +129,8 @@ def test_file_of_another_kind_of_device_is_refused(
         make()
 
 
-def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path: Path) -> None:
-    """The tier finds vLLM's configuration in the connector that makes it."""
+def connector_options(tmp_path: Path, **extra: Any) -> dict[str, Any]:
+    """Return the configuration of vLLM's connector with the tier."""
     tier = {
         "type": "KVStowDisk",
         "module_path": "kvstow.vllm.secondary_tier",
@@ -141,13 +141,18 @@ def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path
         "spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 1 << 22,
         "secondary_tiers": [tier],
+        **extra,
     }
-    transfer = {
+    return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": options,
     }
-    config = engine_config(folder, {}, kv_transfer_config=transfer)
+
+
+def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path: Path) -> None:
+    """The tier finds vLLM's configuration in the connector that makes it."""
+    config = engine_config(folder, {}, kv_transfer_config=connector_options(tmp_path))
 
     def start() -> None:
         connector = OffloadingConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
@@ -158,6 +163,18 @@ def test_vllms_connector_refuses_a_file_of_other_settings(folder: Path, tmp_path
     config.model_config.hf_config.rms_norm_eps *= 2
     with pytest.raises(ConfigError, match="model"):
         start()
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 2])
+@pytest.mark.parametrize("groups", [(FULL, WINDOW), (FULL, FULL)], ids=["window", "full"])
+def test_chunks_of_several_blocks_of_a_window_are_warned_of(
+    folder: Path, tmp_path: Path, log: list[str], groups: tuple[Any, ...], blocks_per_chunk: int
+) -> None:
+    transfer = connector_options(tmp_path, blocks_per_chunk=blocks_per_chunk)
+    config = engine_config(folder, {}, kv_transfer_config=transfer)
+    OffloadingConnector(config, KVConnectorRole.SCHEDULER, cache_config(*groups)).shutdown()
+    is_wrong = blocks_per_chunk > 1 and WINDOW in groups
+    assert any("a chunk has 2 blocks" in line for line in log) == is_wrong
 
 
 def _computed_scales(config: Any) -> None:
@@ -188,13 +205,17 @@ def _other_parts(config: Any) -> None:
     config.model_config.hf_config.text_model_id = "someone/else"
 
 
+def _adapters(config: Any) -> None:
+    config.lora_config = object()
+
+
 def _draft_of_a_hub(config: Any) -> None:
     draft = Model(**vars(config.model_config) | {"model": "someone/draft"})
     config.speculative_config = SimpleNamespace(draft_model_config=draft)
 
 
 @pytest.mark.parametrize(
-    "change", [_unchanged, _tensorizer, _trainer, _other_parts, _draft_of_a_hub]
+    "change", [_unchanged, _tensorizer, _trainer, _other_parts, _adapters, _draft_of_a_hub]
 )
 @pytest.mark.parametrize("has_version", [True, False])
 def test_chunks_are_warm_only_if_the_weights_are_known(
@@ -489,6 +510,20 @@ def test_weights_that_change_after_a_reset_drop_chunks_at_the_next_lookup(
     world.store(KEYS[:4])
     world.reset()
     assert world.has(KEYS[0])
+
+
+def test_server_after_one_whose_weights_changed_in_place_starts(make: Make, version: Path) -> None:
+    world = make(weights_version_path=str(version))
+    world.store(KEYS[:4])
+    version.write_text("8")
+    world.change_weights()
+    world.store(KEYS[:4])
+    world.close()
+    world = make(weights_version_path=str(version))
+    assert not world.has(KEYS[0])
+    world.store(KEYS[:4])
+    world.close()
+    assert make(weights_version_path=str(version)).has(KEYS[0])
 
 
 def test_chunks_of_requests_that_ran_across_a_change_go_at_the_next_reset(

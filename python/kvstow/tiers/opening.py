@@ -3,8 +3,8 @@
 ```
 no file                         create both, all or nothing
 both, header and sizes fit      warm: keep what the frames prove; grow or shrink to max_bytes
-both, but a reset drew          empty: its blocks may be of weights that are gone
-  the generation
+both, but a reset drew          empty, whatever its fingerprint: its blocks may be of weights
+  the generation                that are gone
 both, but another fingerprint,  refuse, or with on_mismatch="reset" empty
   slot size or version, or a
   damaged header
@@ -337,12 +337,15 @@ class _Opening:
             raise self._foreign(f"{self._index_path} does not begin as an index does")
         try:
             header = read_header(self._index_path, page)
+            # A file that keeps no block, whatever its fingerprint, has nothing to refuse.
+            if header.num_slots == 0 or header.is_renewed or not has_data:
+                return None
             self._check_fit(header)
         except SlotFileMismatch:
             if self._wanted.may_reset:
                 return None
             raise
-        return None if header.num_slots == 0 or header.is_renewed or not has_data else header
+        return header
 
     def _check_fit(self, header: Header) -> None:
         wanted = self._wanted

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import inspect
+import logging
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm import platforms
 from vllm import version as vllm_version
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
 
 from kvstow.tiers import Fingerprint
 from kvstow.vllm.digest import digest_of, weights_named
@@ -23,7 +25,10 @@ from kvstow.vllm.shaping import shaping, takes_media
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.kv_offload.base import OffloadingSpec
+
+logger = logging.getLogger("vllm." + __name__)
 
 
 def chunks_fingerprint(
@@ -66,8 +71,33 @@ def chunks_fingerprint(
         for which, folder in folders_of(config).items():
             if folder is not None:
                 fields[which] = content_of(folder, Path(f"{path}.weights.json"))
-        why = _why_unnamed(config) or why_private(config, version_path, is_version_enough=True)
+        why = (
+            _why_unnamed(config)
+            or why_private(config, version_path, is_version_enough=True)
+            or _why_adapters_are_unknown(config, version_path)
+        )
     return Fingerprint(fields), why
+
+
+def warn_of_windows(spec: OffloadingSpec, tier: str) -> None:
+    """Warn if vLLM may store wrong chunks, those of which only some blocks are in a window.
+
+    Args:
+        spec: what vLLM gives a tier.
+        tier: vLLM's name of the tier.
+    """
+    cache: KVCacheConfig | None = _of_connector("kv_cache_config")
+    if cache is None or spec.blocks_per_chunk == 1:
+        return
+    windows = (SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    if any(isinstance(group.kv_cache_spec, windows) for group in cache.kv_cache_groups):
+        logger.warning(
+            "kvstow: vLLM may load wrong KV from the CPU tier and from the secondary tier %s, "
+            "because the model has windows and a chunk has %d blocks; remove blocks_per_chunk and "
+            "block_size from kv_connector_extra_config",
+            tier,
+            spec.blocks_per_chunk,
+        )
 
 
 def _why_unnamed(config: VllmConfig) -> str:
@@ -86,6 +116,19 @@ def _why_unnamed(config: VllmConfig) -> str:
     )
 
 
+def _why_adapters_are_unknown(config: VllmConfig, version_path: str | None) -> str:
+    """Return why a chunk of an adapter may be of other weights under its name; empty if it is not.
+
+    A tier sees hashes only, so it cannot hold back what requests with adapters ask for.
+    """
+    if version_path is not None or getattr(config, "lora_config", None) is None:
+        return ""
+    return (
+        "adapters (--enable-lora) may have other weights under the same name at the next start: "
+        "name the weights of all in a weights_version_path"
+    )
+
+
 def _device() -> str:
     """Return the kind of the device, on which the choice of vLLM's kernels depends."""
     with suppress(NotImplementedError):  # a platform of a plugin need not say it
@@ -99,10 +142,16 @@ def _whole_configuration() -> VllmConfig | None:
     A tier gets the name of the model, sizes and ranks. That says nothing of rotary embeddings,
     quantization, backends or processors.
     """
+    config: VllmConfig | None = _of_connector("vllm_config")
+    return config
+
+
+def _of_connector(name: str) -> Any:
+    """Return what the connector that makes this tier got under this name; None if nothing."""
     frame = inspect.currentframe()
     while frame is not None:
-        config: VllmConfig | None = frame.f_locals.get("vllm_config")
-        if config is not None:
-            return config
+        found = frame.f_locals.get(name)
+        if found is not None:
+            return found
         frame = frame.f_back
     return None

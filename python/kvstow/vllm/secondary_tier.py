@@ -61,7 +61,7 @@ from kvstow.tiers import SlotTier, TierBlocks
 from kvstow.transfer.borrowed import BorrowedArena
 from kvstow.vllm.options import path_of_engine
 from kvstow.vllm.secondary_file import begin_renewal, secondary_file
-from kvstow.vllm.secondary_identity import chunks_fingerprint
+from kvstow.vllm.secondary_identity import chunks_fingerprint, warn_of_windows
 from kvstow.vllm.secondary_job import Job
 from kvstow.vllm.secondary_order import Key, adopted, chunks_before, ends_of
 from kvstow.vllm.weights import WeightsVersion
@@ -144,6 +144,7 @@ class KVStowDisk(SecondaryTierManager):
             logger.warning(
                 "kvstow: the secondary tier %s ignores %s", tier_type, ", ".join(sorted(unknown))
             )
+        warn_of_windows(offloading_spec, tier_type)
         assert path is not None
         self.locality = None if locality is None else Locality(locality)
         is_published = offloading_spec.kv_events_config.enable_kv_cache_events
@@ -179,8 +180,7 @@ class KVStowDisk(SecondaryTierManager):
         self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
         # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
         # last reset was, at most that many.
-        self._most_ahead = offloading_spec.config.parallel.pp_size + 1
-        self._num_steps = self._most_ahead
+        self._most_ahead = self._num_steps = offloading_spec.config.parallel.pp_size + 1
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
