@@ -345,6 +345,19 @@ def test_events_report_parents_tokens_extra_keys_and_sizes() -> None:
     assert cleared.medium == "GPU"
 
 
+def test_an_event_keeps_a_key_that_repeats_within_a_hash() -> None:
+    """A router that computes hashes needs it. The hashes of a larger block repeat their keys."""
+    ledger = BlockLedger(64, [FullAttention(8), FullAttention(4)], events=True)
+    names, keys = [b"hash", b"hush"], [("img", "img", "adapter"), ("adapter", "salt")]
+    ledger.add("a", names, tokens=range(8), extra_keys=keys)
+    assert ledger.allocate("a", 8) is not None
+    stored = [event for event in ledger.pool.take_events() if isinstance(event, BlockStored)]
+    assert {event.block_size: event.extra_keys for event in stored} == {
+        4: keys,
+        8: [("img", "img", "adapter", "salt")],
+    }
+
+
 def test_tokens_of_an_extension_are_those_of_its_blocks() -> None:
     """An event reports a block's own tokens, also if `add` got those of a partly filled block."""
     names, tokens = chain(1, 0, 3)

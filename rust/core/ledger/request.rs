@@ -206,9 +206,13 @@ impl Request {
         let keys = |at: usize| {
             let own = at * hashes_per_block..(at + 1) * hashes_per_block;
             let mut keys: Vec<ExtraKey> = Vec::new();
-            for key in own.filter_map(|hash| self.extra_keys.get(hash)?.as_ref()).flatten() {
-                if !keys.contains(key) {
-                    keys.push(key.clone());
+            // Hashes of one block repeat keys. What repeats within one hash is part of the hash.
+            for of_hash in own.filter_map(|hash| self.extra_keys.get(hash)?.as_ref()) {
+                let num_before = keys.len();
+                for key in of_hash {
+                    if !keys[..num_before].contains(key) {
+                        keys.push(key.clone());
+                    }
                 }
             }
             (!keys.is_empty()).then_some(keys)
