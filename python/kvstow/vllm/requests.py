@@ -57,7 +57,7 @@ from vllm.v1.request import Request
 
 from kvstow.vllm.hints import HintReader
 from kvstow.vllm.tier import HostTier
-from kvstow.vllm.tracked import TrackedRequest, has_ambiguous_hashes
+from kvstow.vllm.tracked import TrackedRequest, has_ambiguous_hashes, only_reads_canvas
 
 
 def in_both(first: Collection[str], second: Collection[str]) -> list[str]:
@@ -150,7 +150,7 @@ class Requests:
         hints = self.hints.read(request.kv_transfer_params)
         if not hints.store:
             tracked.max_stored_tokens = 0
-        elif self.tier.options.offload_prompt_only:
+        elif self.tier.options.offload_prompt_only or only_reads_canvas(request):
             tracked.max_stored_tokens = request.num_prompt_tokens
         if hints.max_load_tokens is not None:
             tracked.max_load_tokens = hints.max_load_tokens
@@ -207,6 +207,17 @@ class Requests:
         if tracked.num_own_tokens < tracked.num_given_tokens and not tracked.is_proven:
             blocks = self._foreign_blocks(tracked)
             keyed = {block.block_id for block in blocks if block.block_hash is not None}
+            self.tier.pool.evict_blocks(keyed)
+
+    def evict_guessed(self, tracked: TrackedRequest) -> None:
+        """Drop the keys of the blocks behind the prompt if no step has computed their KV."""
+        request, groups = tracked.request, tracked.model.groups
+        if not only_reads_canvas(request):
+            return
+        for group, tables in zip(groups, self.tier.tables, strict=True):
+            first = request.num_prompt_tokens // group.block_size
+            guessed = tables.get(request.request_id, ())[first:]
+            keyed = {block.block_id for block in guessed if block.block_hash is not None}
             self.tier.pool.evict_blocks(keyed)
 
     def _find_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:

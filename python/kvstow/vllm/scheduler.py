@@ -48,6 +48,8 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - A draft model (EAGLE, MTP) computes a token from the token after it, which the hash of a block's
   last token does not cover. So where vLLM drops the last block of a hit, a hit on the host ends one
   block before the blocks that are found (`HostTier.bind`).
+- A diffusion model guesses tokens and computes their KV in one more step. The guesses of a request
+  that ends before it lose their keys, and only its prompt is stored (`Requests.evict_guessed`).
 - The boundary of a shared prefix (`Loads.lookup`) decides only where vLLM ends a chunk and which
   blocks it hashes. It is the end of a block of the request's own prompt.
 - The hashes of a request may be those of other KV, because they leave out a second input at one

@@ -170,4 +170,5 @@ class Steps:
         if request_id in self.requests.due:
             self.stores.store_due([request_id])
         self.requests.evict_unproven(tracked)
+        self.requests.evict_guessed(tracked)
         self.requests.forget(request_id)

@@ -223,3 +223,13 @@ def has_ambiguous_hashes(request: Request, tokens_per_hash: int) -> bool:
         not (token if is_given else is_not_zero)
         for token, is_not_zero, is_given in zip(tokens, has_number, is_token, strict=True)
     )
+
+
+def only_reads_canvas(request: Request) -> bool:
+    """Whether a diffusion model guesses the tokens of a request and never computes their KV.
+
+    Such a request ends one step earlier than others. vLLM gives its blocks hashes all the same.
+    """
+    params = request.sampling_params
+    extra = None if params is None else params.extra_args
+    return bool(extra and extra.get("diffusion_read_only"))
