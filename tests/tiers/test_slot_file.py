@@ -766,6 +766,14 @@ def test_fingerprint_of_what_is_no_mapping_of_names_is_refused(fields: Any) -> N
         Fingerprint(fields)
 
 
+def test_difference_of_fingerprints_begins_with_what_one_can_read() -> None:
+    one = Fingerprint({"attention": "a" * 32, "same": 1, "vllm": "0.32.0"})
+    other = {"attention": "b" * 32, "dtype": "half", "same": 1, "vllm": "0.30.0"}
+    readable, digests = one.difference(other).split(", attention ")
+    assert readable == "dtype 'half' is not None, vllm '0.30.0' is not '0.32.0'"
+    assert digests == f"{'b' * 32!r} is not {'a' * 32!r}"
+
+
 def test_fingerprint_longer_than_the_header_is_refused() -> None:
     with pytest.raises(ConfigError, match="pass a digest of what is long"):
         Fingerprint({"model": "x" * 4000})

@@ -110,13 +110,13 @@ class Fingerprint:
         return hashlib.sha256(self.text.encode()).digest()[:FINGERPRINT_BYTES]
 
     def difference(self, other: Mapping[str, object]) -> str:
-        """Return which fields differ from those of another, for a message."""
-        names = sorted({*self.fields, *other})
-        return ", ".join(
+        """Return which fields differ from those of another, for a message: digests come last."""
+        differences = [
             f"{name} {other.get(name)!r} is not {self.fields.get(name)!r}"
-            for name in names
+            for name in sorted({*self.fields, *other})
             if other.get(name) != self.fields.get(name)
-        )
+        ]
+        return ", ".join(sorted(differences, key=len))
 
 
 @dataclass(frozen=True, slots=True)
