@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.vllm.halves import BLOCK_SIZE, FULL, NUM_BLOCKS, Scheduler, cache_config
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvstow import (
     BlockPool,
@@ -24,7 +25,7 @@ def test_block_that_is_computed_again_keeps_its_tokens_longest() -> None:
     hashes = request.block_hashes
     host = HostEvents(cache_config(FULL), (0,), max_blocks=3)
     for index in (0, 1, 2, 0, 3):
-        host.computed(request, 0, BLOCK_SIZE, [(index, hashes[index])])
+        host.computed(request, 0, BLOCK_SIZE, [(index, hashes[index], None)])
     tokens = {}
     for index, block_hash in enumerate(hashes):
         pool = BlockPool(4, events=True)
@@ -33,6 +34,18 @@ def test_block_that_is_computed_again_keeps_its_tokens_longest() -> None:
         tokens[index] = event.token_ids
     blocks = {at: list(range(at * BLOCK_SIZE, (at + 1) * BLOCK_SIZE)) for at in range(4)}
     assert tokens == blocks | {1: []}, "block 1 was computed longest ago"
+
+
+def test_a_block_after_one_that_the_tier_lacks_names_its_parent() -> None:
+    """A window stores no block before it. For a router, a block without a parent is a root."""
+    request = Scheduler(FULL).request("a", 2 * BLOCK_SIZE)
+    first, second = request.block_hashes
+    host = HostEvents(cache_config(FULL), (0,), max_blocks=2)
+    host.computed(request, 0, BLOCK_SIZE, [(1, second, first)])
+    pool = BlockPool(4, events=True)
+    pool.cache(pool.allocate(1), [second])
+    [event] = host.convert(pool.take_events())
+    assert event.parent_block_hash == maybe_convert_block_hash(first)
 
 
 def test_reset_names_the_blocks_of_each_tier() -> None:

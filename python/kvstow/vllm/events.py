@@ -34,6 +34,7 @@ class _Content:
     extra_keys: tuple[Any, ...] | None
     lora_id: int | None
     lora_name: str | None
+    parent: bytes | None
 
 
 class HostEvents:
@@ -51,12 +52,23 @@ class HostEvents:
         self._contents: OrderedDict[tuple[bytes, int], _Content] = OrderedDict()
 
     def computed(
-        self, request: Request, group: int, block_size: int, blocks: Sequence[tuple[int, bytes]]
+        self,
+        request: Request,
+        group: int,
+        block_size: int,
+        blocks: Sequence[tuple[int, bytes, bytes | None]],
     ) -> None:
-        """Remember the content of a request's blocks, (index, hash), which may be stored."""
+        """Remember the content of a request's blocks, which may be stored.
+
+        Args:
+            request: the request, with its tokens.
+            group: the number of their group.
+            block_size: tokens of each.
+            blocks: the index of each, its hash, and the hash of the block before it.
+        """
         lora = request.lora_request
         tokens = request.all_token_ids
-        for index, block_hash in blocks:
+        for index, block_hash, parent in blocks:
             start, end = index * block_size, (index + 1) * block_size
             extra_keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
             self._contents.pop((block_hash, group), None)  # it is the most recent one now
@@ -65,6 +77,7 @@ class HostEvents:
                 extra_keys,
                 None if lora is None else lora.adapter_id,
                 None if lora is None else lora.name,
+                parent,
             )
         while len(self._contents) > self._max_blocks:
             self._contents.popitem(last=False)
@@ -94,7 +107,8 @@ class HostEvents:
         is_known = len(contents) == len(found)
         first = contents[0] if is_known else None
         keys = [content.extra_keys for content in contents] if is_known else []
-        parent = event.parent_block_hash
+        # The tier does not know the parent of a window's first block, and None is that of a root.
+        parent = event.parent_block_hash if first is None else first.parent
         fields = {
             "block_hashes": [maybe_convert_block_hash(h) for h in event.block_hashes],
             "parent_block_hash": None if parent is None else maybe_convert_block_hash(parent),

@@ -138,12 +138,17 @@ class Stores:
             self.tier.lazy.computed(ids, filled)
         if self.host_events is not None:
             request, first = tracked.request, tracked.num_reported[g]
+            model = tracked.model
             stored = [
-                (index, tracked.model.block_hash(request, index, g))
+                (
+                    index,
+                    model.block_hash(request, index, g),
+                    model.block_hash(request, index - 1, g) if index else None,
+                )
                 for index, block_id in enumerate(ids, first)
                 if block_id
             ]
-            block_size = tracked.model.groups[g].block_size
+            block_size = model.groups[g].block_size
             self.host_events.computed(request, g, block_size, stored)
         tracked.num_reported[g] += len(filled)
         return ids
