@@ -205,9 +205,7 @@ class Requests:
         that they were not loaded. So later requests would hit them, and the tier would store them.
         """
         if tracked.num_own_tokens < tracked.num_given_tokens and not tracked.is_proven:
-            blocks = self._foreign_blocks(tracked)
-            keyed = {block.block_id for block in blocks if block.block_hash is not None}
-            self.tier.pool.evict_blocks(keyed)
+            self._drop_keys(self._foreign_blocks(tracked))
 
     def evict_guessed(self, tracked: TrackedRequest) -> None:
         """Drop the keys of the blocks behind the prompt if no step has computed their KV."""
@@ -216,9 +214,11 @@ class Requests:
             return
         for group, tables in zip(groups, self.tier.tables, strict=True):
             first = request.num_prompt_tokens // group.block_size
-            guessed = tables.get(request.request_id, ())[first:]
-            keyed = {block.block_id for block in guessed if block.block_hash is not None}
-            self.tier.pool.evict_blocks(keyed)
+            self._drop_keys(tables.get(request.request_id, ())[first:])
+
+    def _drop_keys(self, blocks: Sequence[KVCacheBlock]) -> None:
+        keyed = {block.block_id for block in blocks if block.block_hash is not None}
+        self.tier.pool.evict_blocks(keyed)
 
     def _find_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:
         """Count no hit on blocks that another connector still loads as a request's own.

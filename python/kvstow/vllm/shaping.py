@@ -361,10 +361,13 @@ def _what_to_read(load: Any) -> Any:
 
 
 def _has_parts_elsewhere(model: Any) -> bool:
-    """Whether a model names another one for a part of it, as Ultravox does."""
-    own = vars(model.hf_config)
+    """Whether a model names another repository for a part of it, as Ultravox does.
+
+    The tokenizer is a part of those that read it.
+    """
     if reads_tokenizer(model) and model.tokenizer != model.model:
         return True
+    own = vars(model.hf_config)
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
 
