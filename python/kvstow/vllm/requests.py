@@ -208,7 +208,7 @@ class Requests:
             self._drop_keys(self._foreign_blocks(tracked))
 
     def evict_guessed(self, tracked: TrackedRequest) -> None:
-        """Drop the keys of the blocks behind the prompt if no step has computed their KV."""
+        """Drop the keys of a request's blocks behind its prompt if no step computes their KV."""
         request, groups = tracked.request, tracked.model.groups
         if not only_reads_canvas(request):
             return
@@ -310,7 +310,7 @@ class Requests:
         num_scheduled, known = scheduled.num_scheduled_tokens, self.tracked
         if scheduled.total_num_scheduled_tokens == len(num_scheduled):
             return []
-        chunks = []  # a comprehension takes longer for one prompt, and most steps have few
+        chunks = []  # a comprehension takes longer, most of all for one prompt
         for request_id, num_tokens in num_scheduled.items():
             if num_tokens != 1 and request_id in known:
                 chunks.append((known[request_id], num_tokens))

@@ -85,7 +85,7 @@ _PATIENCE_S: Final = 1.0
 
 
 class KVStowDisk(SecondaryTierManager):
-    """Keeps what falls off vLLM's CPU tier in a slot file. See the module for its configuration.
+    """Keeps the chunks of vLLM's CPU tier in a slot file. See the module for its configuration.
 
     Attributes:
         tier: the open slot file.
