@@ -94,8 +94,8 @@ class Requests:
     num_steps: int = 0
     num_gathered: int = 0
     has_room: bool = False
-    # Those that had blocks that another connector loads when their first step was built. The
-    # distrusted ones stay.
+    # Requests that had blocks of another connector's load when their first step was built. They
+    # leave when that step has ended well, and the distrusted ones when they are over.
     _unproven: dict[str, TrackedRequest] = field(default_factory=dict)
     # The ids of requests that had more than one token in a step, or their first, since the last
     # look; and by step, those that come due then.
@@ -180,7 +180,7 @@ class Requests:
             first = next((at for at, block in enumerate(table) if block in bad), len(table))
             if first < len(table):
                 num_tokens = first * tracked.model.groups[0].block_size
-                # One that waits for a load has its hits and no first step yet.
+                # A request that waits for a load has hits, but no first step yet.
                 if num_tokens < max(tracked.num_given_tokens, tracked.num_local_tokens):
                     self._distrust_from(tracked, num_tokens)
                     bad.update(table[first:])

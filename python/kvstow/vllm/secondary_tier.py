@@ -178,9 +178,10 @@ class KVStowDisk(SecondaryTierManager):
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
         self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
-        # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
-        # last reset was, at most that many.
-        self._most_ahead = self._num_steps = offloading_spec.config.parallel.pp_size + 1
+        # The most steps that vLLM's scheduler is ahead of the workers. Loads wait for as many steps
+        # after a reset. The second number is how many of these are left.
+        self._most_ahead: Final = offloading_spec.config.parallel.pp_size + 1
+        self._num_steps_to_wait = 0
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
@@ -195,7 +196,7 @@ class KVStowDisk(SecondaryTierManager):
         if key in self._slots:
             if self.tier.mode == "off":
                 return LookupResult.MISS
-            return LookupResult.HIT if self._num_steps == self._most_ahead else LookupResult.RETRY
+            return LookupResult.RETRY if self._num_steps_to_wait else LookupResult.HIT
         job = self._storing.get(key)
         if job is None or time.monotonic() - job.since_s > _PATIENCE_S:
             return LookupResult.MISS
@@ -208,8 +209,8 @@ class KVStowDisk(SecondaryTierManager):
                 self._slots.move_to_end(key)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Count the steps since the last reset."""
-        self._num_steps = min(self._num_steps + 1, self._most_ahead)
+        """Count the steps for which loads still wait."""
+        self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for what vLLM does by itself."""
@@ -281,7 +282,7 @@ class KVStowDisk(SecondaryTierManager):
 
         The next step lets the workers end what they copy between the GPU and the CPU tier.
         """
-        self._num_steps = 0
+        self._num_steps_to_wait = self._most_ahead
         self._were_active = bool(self._active)
         self._must_compare = self._keeps_on_reset
         self._wait()
