@@ -178,8 +178,7 @@ class KVStowDisk(SecondaryTierManager):
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
         self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
-        # The most steps that vLLM's scheduler is ahead of the workers. Loads wait for as many steps
-        # after a reset. The second number is how many of these are left.
+        # After a reset, loads wait for as many steps as the scheduler may be ahead of the workers.
         self._most_ahead: Final = offloading_spec.config.parallel.pp_size + 1
         self._num_steps_to_wait = 0
         self._sequence = 1
