@@ -61,7 +61,8 @@ def free_memory(root: Path = _ROOT) -> int | None:
     with suppress(OSError, LookupError, ValueError):
         left.append(_kib_in(root / "proc/meminfo")["MemAvailable"] * 1024)
     with suppress(OSError, LookupError, ValueError):
-        left.append(_free_on_nodes(root))
+        if (on_nodes := _free_on_nodes(root)) is not None:
+            left.append(on_nodes)
     with suppress(OSError, LookupError, ValueError):
         if int((root / "proc/sys/vm/overcommit_memory").read_text()) == _STRICT:
             values = _kib_in(root / "proc/meminfo")
@@ -92,14 +93,11 @@ def _kib_in(file: Path) -> dict[str, int]:
     return {name.split()[-1]: int(figure.split()[0]) for name, _, figure in named}
 
 
-def _free_on_nodes(root: Path) -> int:
-    """Return what the nodes have left that this process may use, if it may not use all nodes.
+def _free_on_nodes(root: Path) -> int | None:
+    """Return what the nodes have left that this process may use; None if it may use all nodes.
 
     The system ends a process that needs more (`--cpuset-mems` of a container), though other nodes
     have memory. It drops cached files first, as in a group.
-
-    Raises:
-        KeyError: the process may use all nodes.
     """
     status = (root / "proc/self/status").read_text(encoding="utf-8", errors="replace")
     lines = dict(line.partition(":")[::2] for line in status.splitlines())
@@ -110,7 +108,7 @@ def _free_on_nodes(root: Path) -> int:
     files = root.glob("sys/devices/system/node/node[0-9]*/meminfo")
     nodes = {int(file.parent.name[4:]): _kib_in(file) for file in files}
     if {node for node, has in nodes.items() if has["MemTotal"]} <= allowed:
-        raise KeyError("the figure of the machine says it")
+        return None
     names = ("MemFree", "Active(file)", "Inactive(file)")
     return 1024 * sum(nodes[node][name] for node in allowed for name in names)
 

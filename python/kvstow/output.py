@@ -46,17 +46,18 @@ def with_output(command: Callable[..., int]) -> Callable[..., int]:
     @click.option("--json-file", metavar="FILE", help="Also write that object to FILE.")
     @wraps(command)
     def run(*arguments: object, as_json: bool, json_file: str | None, **options: object) -> int:
-        _refuse_one_file_twice(click.get_current_context())
+        _check_files(click.get_current_context())
         with Output(as_json=as_json, json_file=json_file) as output:
             return command(*arguments, output=output, **options)
 
     return run
 
 
-def _refuse_one_file_twice(context: click.Context) -> None:
-    """Raise `ConfigError` if a command would overwrite what it reads, or its own other result.
+def _check_files(context: click.Context) -> None:
+    """Check that a command overwrites neither what it reads nor its own other result.
 
-    Also if a result would go to a file with the name `-`.
+    Raises:
+        ConfigError: it would, or a result would go to a file with the name `-`.
     """
     taken: dict[str, str] = {}
     parameters = context.command.params

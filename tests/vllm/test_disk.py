@@ -590,6 +590,30 @@ def test_blocks_stored_while_the_disk_is_off_are_not_in_its_index(
     assert server.serve(server.begin("a")) == NUM_HIT
 
 
+def test_an_error_of_the_disk_loses_no_job(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lost jobs would hold their blocks for good, and a request would wait for its failed load."""
+
+    def broken(**_: bool) -> None:
+        raise RuntimeError("an error of the test")
+
+    server = started()
+    server.settle()
+    request = server.begin("a")
+    assert server.scheduler.admit(request) == 0
+    server.step(request)
+    server.scheduler.finish(request)
+    server.half.transfers.fail_load("b")
+    monkeypatch.setattr(server.disk, "build", broken)
+    server.scheduler.let_go_off()
+    server.step()
+    assert server.half.tier.is_off
+    assert server.ranks[0].worker.failed_request_ids() == {"b"}
+    server.settle()
+    assert not server.half.transfers.in_flight
+
+
 # -- bad input -------------------------------------------------------------------------------------
 
 

@@ -206,9 +206,9 @@ class Watched:
     def serve(self, request: Any, num_local: int = 0, num_external: int = 0) -> None:
         self.observer.looked_up(request, num_local)
         self.observer.admitted(request, num_external)
-        self.observer.stepped(100)
+        self.observer.stepped(100, [request.request_id])
         request.num_computed_tokens = request.num_tokens
-        self.observer.stepped(100)
+        self.observer.stepped(100, [])
         self.observer.finished(request)
 
     def ratios(self, *sizes: str) -> list[float]:
@@ -327,8 +327,9 @@ def test_a_reset_empties_the_tier_and_keeps_the_counts() -> None:
     it.observer.looked_up(computing, 0)
     it.observer.admitted(computing, 0)
     it.observer.emptied()
+    it.observer.stepped(100, ["computing"])
     computing.num_computed_tokens = computing.num_tokens
-    it.observer.stepped(100)
+    it.observer.stepped(100, [])
     it.serve(it.request("c", range(49)))
     assert it.ratios("inf") == [6 / 12], "the hit of `computing`, no hit after the reset"
 
@@ -392,14 +393,14 @@ def test_sizes_of_several_groups_are_simulated_as_far_as_memory_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     it = Watched(WINDOW, FULL)
-    it.observer.stepped(100)
+    it.observer.stepped(100, [])
     assert it.shadow._slots is not None and len(it.shadow._slots.hits) == 5
     monkeypatch.setattr(shadow, "CURVE_BYTES", (50 + 100 + 200) * SLOT_BYTES)
     small = Watched(WINDOW, FULL)
-    small.observer.stepped(100)
+    small.observer.stepped(100, [])
     assert small.shadow._slots is not None and len(small.shadow._slots.hits) == 3
     one_group = Watched(FULL)
-    one_group.observer.stepped(100)
+    one_group.observer.stepped(100, [])
     assert one_group.shadow._slots is None, "the curve is exact"
 
 
@@ -415,8 +416,9 @@ def test_sizes_of_several_groups_are_those_of_real_tiers() -> None:
     it.observer.looked_up(running, 0)
     it.observer.admitted(running, 0)
     it.observer.emptied()
+    it.observer.stepped(100, ["running"])
     running.num_computed_tokens = running.num_tokens
-    it.observer.stepped(100)
+    it.observer.stepped(100, [])
     it.observer.finished(running)
     it.serve(it.request("after", prompts[1]))
     # 7 prompts of 14 were hits before the reset, then one of two.

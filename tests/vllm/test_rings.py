@@ -27,6 +27,8 @@ from tests.vllm.halves import (
 from tests.vllm.simulated import Simulated, WrongKV, tokens
 from tests.vllm.test_simulated import Life
 from tests.vllm.versions import planning
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import (
     CircularBufferSpec,
     MLAAttentionSpec,
@@ -36,7 +38,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from kvstow import ConfigError, FullAttention, SlidingWindow
-from kvstow.vllm.connector import _horizon_blocks, _keeps_ids_in_slots
+from kvstow.vllm.connector import KVStowConnector, _horizon_blocks
 from kvstow.vllm.model import Model
 from kvstow.vllm.tracked import TrackedRequest
 
@@ -300,10 +302,13 @@ def _behind_one(model: Model) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_newer_runner", [True, False])
 @pytest.mark.parametrize("layers", [[], [1]])
-def test_ids_of_generated_tokens_are_kept_by_slots_for_ngrams_in_the_older_runner(
-    layers: list[int], *, is_newer_runner: bool
+def test_a_model_with_ngrams_loads_prompts_only_in_the_older_runner(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, layers: list[int], *, is_newer_runner: bool
 ) -> None:
-    """A load does not write them, so a preempted request may load its prompt only."""
-    model = SimpleNamespace(hf_text_config=SimpleNamespace(engram_layer_ids=layers))
-    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=is_newer_runner)
-    assert _keeps_ids_in_slots(config) is (bool(layers) and not is_newer_runner)
+    """A load does not write the generated tokens that this runner keeps for n-grams."""
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_newer_runner)
+    config.model_config.hf_text_config.engram_layer_ids = layers
+    connector = KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    expected = bool(layers) and not is_newer_runner
+    assert connector._scheduler.tier.loads_prompts_only is expected

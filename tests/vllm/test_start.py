@@ -293,6 +293,15 @@ def test_a_step_that_is_bound_twice_begins_once(folder: Path) -> None:
     connector.shutdown()
 
 
+def test_failed_loads_of_a_step_without_results_are_reported_with_the_next(folder: Path) -> None:
+    """An error of vLLM may end a step before vLLM asks. A load that is not reported hangs."""
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    connector = KVStowConnector(config, KVConnectorRole.WORKER, stage("f0")[0])
+    for name in ("a", "b"):
+        connector.bind_connector_metadata(StepJobs(failed_request_ids=[name]))
+    assert connector.get_transfer_results(set()).failed_recving == {"a", "b"}
+
+
 def test_a_stage_without_layers_does_not_limit_the_tier(folder: Path) -> None:
     """Each stage has the same bytes, and its blocks have different sizes."""
     config = engine_config(folder, {"cpu_bytes_to_use_per_rank": 60 * 4096})

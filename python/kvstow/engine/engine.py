@@ -124,7 +124,7 @@ class Engine(Closing):
         events: keep events for `take_events` and `take_transfer_events`, the last 1,048,576 of each
             kind.
         disk: where the disk tier lies: a slot file, with several ranks one for each. It keeps what
-            the host evicts, also when the process ends. None for no disk tier.
+            the host stores, also when the process ends. None for no disk tier.
         disk_options: how the engine uses the disk tier. A disk tier needs them, unless there is a
             shared tier too.
         shared: a store that engines of one model share. Each finds what any of them has stored.

@@ -337,7 +337,7 @@ class _Opening:
             raise self._foreign(f"{self._index_path} does not begin as an index does")
         try:
             header = read_header(self._index_path, page)
-            # A file that keeps no block, whatever its fingerprint, has nothing to refuse.
+            # Whatever the fingerprint of such a file, it has no block that could be wrong.
             if header.num_slots == 0 or header.is_renewed or not has_data:
                 return None
             self._check_fit(header)

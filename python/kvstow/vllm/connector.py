@@ -386,10 +386,10 @@ def _keeps_ids_in_slots(config: VllmConfig) -> bool:
     """Whether vLLM keeps the ids of generated tokens by the slots of the KV cache.
 
     N-grams of DeepSeek V4.1 (Engram) reach back to the tokens before a step. vLLM's older runner
-    reads those of the prompt from the request. A load does not write the others.
+    takes those of the prompt from the request, and the others from memory that no load writes.
     """
     has_ngrams = reads_tokenizer(config.model_config)
-    return has_ngrams and not getattr(config, "use_v2_model_runner", True)
+    return has_ngrams and not getattr(config, "use_v2_model_runner", False)
 
 
 def _horizon_blocks(model: Model, config: VllmConfig) -> int:

@@ -74,7 +74,7 @@ class Hints:
             refuse("", ConfigError(f"{WHERE} is a {kind}, and it must be an object with {names}"))
             return NO_HINTS
         if len(given) > MAX_HINTS:
-            refuse("", ConfigError(f"{WHERE} has {len(given)} hints, and the most are {MAX_HINTS}"))
+            refuse("", ConfigError(f"{WHERE} has {len(given)} hints: pass {MAX_HINTS} at most"))
             return NO_HINTS
         values = {}
         for key, value in given.items():

@@ -350,10 +350,10 @@ def content_of(path: Path, memory: Path | None) -> str:
 
 
 def _shows_changes(file: os.stat_result) -> bool:
-    """Whether other content of a file would have another time of its last change.
+    """Whether a file that gets other content also gets another time of its last change.
 
-    An image of a file system (squashfs, EROFS) and a mounted bucket have the time that their maker
-    has chosen, in whole seconds. It may be the same in each version, as may inodes and sizes.
+    In an image of a file system (squashfs, EROFS) or a mounted bucket, its maker has chosen the
+    time, in whole seconds. Two versions of a file may have one time, one inode and one size.
     """
     return file.st_ctime_ns != file.st_mtime_ns or file.st_ctime_ns % 10**9 != 0
 

@@ -88,7 +88,7 @@ class Loads:
         return found
 
     def _most_tokens(self, tracked: TrackedRequest) -> int:
-        """Return where a hit of a request ends at most, its local hit included."""
+        """Return the most tokens that a hit may have, those of the local hit included."""
         request, num_local = tracked.request, tracked.num_local_tokens
         # At least one token is left to compute.
         end: int = min(request.num_tokens - 1, num_local + tracked.max_load_tokens)

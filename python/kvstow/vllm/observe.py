@@ -112,12 +112,12 @@ class Observer:
         seen.is_admitted = self.has_news = True
         self._each(lambda part: part.admitted(request, seen.num_local_tokens, num_external_tokens))
 
-    def stepped(self, num_slots: int, scheduled: Collection[str] | None = None) -> None:
+    def stepped(self, num_slots: int, scheduled: Collection[str]) -> None:
         """Take the end of scheduling a step.
 
         Args:
             num_slots: host slots of a tier as large as the options say; 0 if not known yet.
-            scheduled: the ids of the requests of the step; None: not known.
+            scheduled: the ids of the requests of the step.
         """
         if (shadow := self.shadow) is None:
             return

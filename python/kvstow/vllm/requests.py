@@ -94,8 +94,8 @@ class Requests:
     num_steps: int = 0
     num_gathered: int = 0
     has_room: bool = False
-    # Those that had blocks that another connector loads when their first step was built. The
-    # distrusted ones stay.
+    # Requests that had blocks of another connector's load when their first step was built. They
+    # leave when that step has ended well, and the distrusted ones when they are over.
     _unproven: dict[str, TrackedRequest] = field(default_factory=dict)
     # The ids of requests that had more than one token in a step, or their first, since the last
     # look; and by step, those that come due then.
@@ -180,7 +180,7 @@ class Requests:
             first = next((at for at, block in enumerate(table) if block in bad), len(table))
             if first < len(table):
                 num_tokens = first * tracked.model.groups[0].block_size
-                # One that waits for a load has its hits and no first step yet.
+                # A request that waits for a load has hits, but no first step yet.
                 if num_tokens < max(tracked.num_given_tokens, tracked.num_local_tokens):
                     self._distrust_from(tracked, num_tokens)
                     bad.update(table[first:])
@@ -205,20 +205,20 @@ class Requests:
         that they were not loaded. So later requests would hit them, and the tier would store them.
         """
         if tracked.num_own_tokens < tracked.num_given_tokens and not tracked.is_proven:
-            blocks = self._foreign_blocks(tracked)
-            keyed = {block.block_id for block in blocks if block.block_hash is not None}
-            self.tier.pool.evict_blocks(keyed)
+            self._drop_keys(self._foreign_blocks(tracked))
 
     def evict_guessed(self, tracked: TrackedRequest) -> None:
-        """Drop the keys of the blocks behind the prompt if no step has computed their KV."""
+        """Drop the keys of a request's blocks behind its prompt if no step computes their KV."""
         request, groups = tracked.request, tracked.model.groups
         if not only_reads_canvas(request):
             return
         for group, tables in zip(groups, self.tier.tables, strict=True):
             first = request.num_prompt_tokens // group.block_size
-            guessed = tables.get(request.request_id, ())[first:]
-            keyed = {block.block_id for block in guessed if block.block_hash is not None}
-            self.tier.pool.evict_blocks(keyed)
+            self._drop_keys(tables.get(request.request_id, ())[first:])
+
+    def _drop_keys(self, blocks: Sequence[KVCacheBlock]) -> None:
+        keyed = {block.block_id for block in blocks if block.block_hash is not None}
+        self.tier.pool.evict_blocks(keyed)
 
     def _find_unproven(self, tracked: TrackedRequest, unproven: dict[int, TrackedRequest]) -> None:
         """Count no hit on blocks that another connector still loads as a request's own.
@@ -310,7 +310,7 @@ class Requests:
         num_scheduled, known = scheduled.num_scheduled_tokens, self.tracked
         if scheduled.total_num_scheduled_tokens == len(num_scheduled):
             return []
-        chunks = []  # a comprehension takes longer for one prompt, and most steps have few
+        chunks = []  # a comprehension takes longer, most of all for one prompt
         for request_id, num_tokens in num_scheduled.items():
             if num_tokens != 1 and request_id in known:
                 chunks.append((known[request_id], num_tokens))

@@ -80,7 +80,7 @@ def chunks_fingerprint(
 
 
 def warn_of_windows(spec: OffloadingSpec, tier: str) -> None:
-    """Warn if vLLM may store wrong chunks, those of which only some blocks are in a window.
+    """Warn if a chunk has several blocks and the model has windows: vLLM may store it wrongly.
 
     Args:
         spec: what vLLM gives a tier.
@@ -117,7 +117,7 @@ def _why_unnamed(config: VllmConfig) -> str:
 
 
 def _why_adapters_are_unknown(config: VllmConfig, version_path: str | None) -> str:
-    """Return why a chunk of an adapter may be of other weights under its name; empty if it is not.
+    """Return why a chunk of an adapter may have KV of other weights; empty if it cannot.
 
     A tier sees hashes only, so it cannot hold back what requests with adapters ask for.
     """

@@ -85,7 +85,7 @@ _PATIENCE_S: Final = 1.0
 
 
 class KVStowDisk(SecondaryTierManager):
-    """Keeps what falls off vLLM's CPU tier in a slot file. See the module for its configuration.
+    """Keeps the chunks of vLLM's CPU tier in a slot file. See the module for its configuration.
 
     Attributes:
         tier: the open slot file.
@@ -178,9 +178,9 @@ class KVStowDisk(SecondaryTierManager):
         # Whether no lookup has come since the last reset or the start.
         self._must_compare = self._keeps_on_reset
         self._renewal = begin_renewal(self.tier) if why else None  # later of the last reset
-        # The most steps that vLLM's scheduler is ahead of the workers, and how many steps ago the
-        # last reset was, at most that many.
-        self._most_ahead = self._num_steps = offloading_spec.config.parallel.pp_size + 1
+        # After a reset, loads wait for as many steps as the scheduler may be ahead of the workers.
+        self._most_ahead: Final = offloading_spec.config.parallel.pp_size + 1
+        self._num_steps_to_wait = 0
         self._sequence = 1
         self._free: list[int] = []
         self._adopt()
@@ -195,7 +195,7 @@ class KVStowDisk(SecondaryTierManager):
         if key in self._slots:
             if self.tier.mode == "off":
                 return LookupResult.MISS
-            return LookupResult.HIT if self._num_steps == self._most_ahead else LookupResult.RETRY
+            return LookupResult.RETRY if self._num_steps_to_wait else LookupResult.HIT
         job = self._storing.get(key)
         if job is None or time.monotonic() - job.since_s > _PATIENCE_S:
             return LookupResult.MISS
@@ -208,8 +208,8 @@ class KVStowDisk(SecondaryTierManager):
                 self._slots.move_to_end(key)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """Count the steps since the last reset."""
-        self._num_steps = min(self._num_steps + 1, self._most_ahead)
+        """Count the steps for which loads still wait."""
+        self._num_steps_to_wait = max(0, self._num_steps_to_wait - 1)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Ask for what vLLM does by itself."""
@@ -281,7 +281,7 @@ class KVStowDisk(SecondaryTierManager):
 
         The next step lets the workers end what they copy between the GPU and the CPU tier.
         """
-        self._num_steps = 0
+        self._num_steps_to_wait = self._most_ahead
         self._were_active = bool(self._active)
         self._must_compare = self._keeps_on_reset
         self._wait()

@@ -114,18 +114,15 @@ class ShadowTier:
         """Whether a prompt was not computed when `stepped` looked last."""
         return bool(self._computing)
 
-    def stepped(self, scheduled: Collection[str] | None = None) -> None:
+    def stepped(self, scheduled: Collection[str]) -> None:
         """Insert the prompts that are computed. Call it when vLLM has scheduled a step.
 
         Args:
             scheduled: the ids of the requests of the step. Only those of the last step have moved
-                on since, while thousands may be loading. None: not known, so look at all.
+                on since, while thousands may be loading.
         """
-        if scheduled is None:
-            candidates = list(self._computing)
-        else:
-            candidates = in_both(self._computing, self._scheduled)
-            self._scheduled = scheduled
+        candidates = in_both(self._computing, self._scheduled)
+        self._scheduled = scheduled
         for request_id in candidates:
             request, num_tokens = self._computing[request_id]
             if request.num_computed_tokens >= num_tokens:

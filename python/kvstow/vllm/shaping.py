@@ -217,16 +217,16 @@ def _states(config: VllmConfig) -> list[Any]:
     has_states = getattr(config.model_config, "has_inner_state", True)
     # Its kernels, which may round at random.
     kernels = getattr(config, "mamba_config", None)
-    # A state has rows for the drafts. A block of keys and values does not depend on them, unless
-    # they decide whether a part of it is written.
+    # A state has rows for the drafts. A block of keys and values depends on drafts only if they
+    # decide which of its layers are written.
     return [*settings, kernels, drafts if has_states else 0, *_draft_modules(config)]
 
 
 def _draft_modules(config: VllmConfig) -> list[Any]:
     """Return what decides which modules of MTP have KV, if the model has several of them.
 
-    Each has its layers in a block. vLLM's newer runner computes those of as many modules as there
-    are drafts, and the older one those of the first module.
+    A block has the layers of all modules. vLLM's newer runner computes as many modules as there are
+    drafts, and the older one computes only the first.
     """
     speculative = config.speculative_config
     own = getattr(getattr(speculative, "draft_model_config", None), "hf_config", None)
@@ -344,16 +344,16 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
 
 
 def _takes_encodings(config: VllmConfig) -> bool:
-    """Whether what an encoder of media returns may come from another server, or from a store.
+    """Whether the output of an encoder of media may come from another server, or from a store.
 
-    It is found by the name of the model and the content of the media, under any weights.
+    vLLM finds it by the name of the model and the content of the media. Its weights do not count.
     """
     transfer = getattr(config, "ec_transfer_config", None)
     return transfer is not None and transfer.is_ec_consumer and takes_media(config.model_config)
 
 
 def _what_to_read(load: Any) -> Any:
-    """Return what a loader is told, without what changes no weights."""
+    """Return the extra settings of a loader, without those that change no weights."""
     told = load.model_loader_extra_config
     if not isinstance(told, dict):
         return told
@@ -361,15 +361,18 @@ def _what_to_read(load: Any) -> Any:
 
 
 def _has_parts_elsewhere(model: Any) -> bool:
-    """Whether a model names another one for a part of it, as Ultravox does."""
-    own = vars(model.hf_config)
+    """Whether a model names another repository for a part of it, as Ultravox does.
+
+    The tokenizer is a part of those that read it.
+    """
     if reads_tokenizer(model) and model.tokenizer != model.model:
         return True
+    own = vars(model.hf_config)
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
 
 def reads_tokenizer(model: Any) -> bool:
-    """Whether a model embeds n-grams of texts (Engram), which its tokenizer makes of the tokens."""
+    """Whether a model embeds n-grams of the texts that its tokenizer has for tokens (Engram)."""
     text = getattr(model, "hf_text_config", None) or getattr(model, "hf_config", None)
     return bool(getattr(text, "engram_layer_ids", None))
 

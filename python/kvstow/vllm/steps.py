@@ -45,14 +45,16 @@ class Steps:
         if had_room and not requests.has_room:
             self.stores.store_gathered()
         transfers.expire()
-        jobs = transfers.take_jobs()
+        orders = None
         if below is not None:
             if (slow_loads := below.slow_loads) is not None:
                 chunks = requests.chunks(scheduled)
                 slow_loads.scheduled((tracked.request, num) for tracked, num in chunks)
             is_copying = transfers.is_work_left or transfers.is_loading
             is_idle = not scheduled.total_num_scheduled_tokens
-            jobs.below = below.build(is_idle=is_idle, is_copying=is_copying)
+            orders = below.build(is_idle=is_idle, is_copying=is_copying)
+        jobs = transfers.take_jobs()  # last, because an error would lose them
+        jobs.below = orders
         return jobs
 
     def evict_unwritten(self, tracked: TrackedRequest) -> None:

@@ -86,8 +86,8 @@ class Stores:
                 continue
             num_computed = tracked.num_cached_tokens(tables)
             if num_computed < tracked.due_tokens:
-                # Its step is under way, or vLLM rejected its drafts. Others come before it, because
-                # it may wait for long.
+                # Its step is under way, or vLLM rejected its drafts. It goes behind the others,
+                # because it may wait for long.
                 due[request_id] = due.pop(request_id)
                 continue
             hashes.append(tracked.new_hashes(offload, num_computed))

@@ -226,9 +226,9 @@ def has_ambiguous_hashes(request: Request, tokens_per_hash: int) -> bool:
 
 
 def only_reads_canvas(request: Request) -> bool:
-    """Whether a diffusion model guesses the tokens of a request and never computes their KV.
+    """Whether a request ends before its diffusion model computes the KV of the guessed tokens.
 
-    Such a request ends one step earlier than others. vLLM gives its blocks hashes all the same.
+    vLLM gives the blocks of these tokens hashes all the same.
     """
     params = request.sampling_params
     extra = None if params is None else params.extra_args

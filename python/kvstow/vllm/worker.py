@@ -120,7 +120,7 @@ class WorkerHalf:
         self._open: list[Mover] = []
         self._layouts: tuple[BlockLayout, ...] = ()
         self._before_step: Event | None = None
-        # Of the step's jobs those that have not begun; what else the step asks for.
+        # The step's jobs that have not begun, and what else the step asks for.
         self._left: dict[Direction, list[Copies]] = {"load": [], "store": []}
         self._failed_request_ids: set[str] = set()
         self._asks_capacity = False
@@ -261,7 +261,7 @@ class WorkerHalf:
         asks for them after the drafts, and only the last stage of a pipeline makes drafts. Their
         blocks were computed before that step, and are held until the stores end.
 
-        The message loses what is taken from it, so that it may be bound twice.
+        This takes everything out of the message, so that vLLM may bind it twice.
         """
         self.begin("store")
         self._drop_step()

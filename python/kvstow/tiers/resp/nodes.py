@@ -311,7 +311,7 @@ class Nodes:
         finally:
             wire.close()
         if isinstance(answer, Refusal):
-            # Sentinel has no command of a login's question, and says so without a password.
+            # Sentinel does not know the EXISTS of a login, so it asks for a password only now.
             raise self._wants_login(str(answer)) if answer.code == "NOAUTH" else answer
         try:
             return self._master(answer) if is_sentinel else self._slots(answer, node)
