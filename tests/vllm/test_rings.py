@@ -8,6 +8,7 @@ run with a simulated model.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -302,13 +303,14 @@ def _behind_one(model: Model) -> dict[str, Any]:
 
 @pytest.mark.parametrize("is_newer_runner", [True, False])
 @pytest.mark.parametrize("layers", [[], [1]])
-def test_a_model_with_ngrams_loads_prompts_only_in_the_older_runner(
+def test_a_model_with_ngrams_needs_the_newer_runner(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layers: list[int], *, is_newer_runner: bool
 ) -> None:
-    """A load does not write the generated tokens that this runner keeps for n-grams."""
+    """A load does not write the generated tokens that the older one keeps for n-grams."""
     config = engine_config(folder, {"num_cpu_blocks": 8})
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", is_newer_runner)
     config.model_config.hf_text_config.engram_layer_ids = layers
-    connector = KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
-    expected = bool(layers) and not is_newer_runner
-    assert connector._scheduler.tier.loads_prompts_only is expected
+    is_refused = bool(layers) and not is_newer_runner
+    message = "start vLLM with VLLM_USE_V2_MODEL_RUNNER=1"
+    with pytest.raises(ConfigError, match=message) if is_refused else nullcontext():
+        KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))

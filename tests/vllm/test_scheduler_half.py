@@ -826,31 +826,6 @@ def test_a_preempted_request_starts_over() -> None:
     assert scheduler.half.requests.tracked["a"].is_loading
 
 
-@pytest.mark.parametrize("num_local", [0, 80])
-@pytest.mark.parametrize("loads_prompts_only", [True, False])
-def test_a_preempted_request_may_load_its_prompt_only(
-    num_local: int, *, loads_prompts_only: bool
-) -> None:
-    """vLLM keeps by slots what an n-gram needs of generated tokens, and no load writes that."""
-    scheduler = Scheduler(FULL)
-    scheduler.half.tier.loads_prompts_only = loads_prompts_only
-    request = scheduler.request("a", 70)
-    scheduler.admit(request)
-    scheduler.step(request)
-    request.append_output_token_ids([7] * 30)
-    assert scheduler.manager.allocate_slots(request, 30)
-    scheduler.step(request)
-    stores = list(scheduler.jobs.stores)
-    scheduler.step()
-    stores += scheduler.jobs.stores
-    scheduler.manager.free(request)
-    request.num_computed_tokens = 0
-    scheduler.half.build(Step(preempted_req_ids={"a"}))
-    scheduler.step(reports=[(store.job_id, 0, True) for store in stores])
-    expected = max(0, 64 - num_local) if loads_prompts_only else 96 - num_local
-    assert scheduler.half.lookup(request, num_local) == expected
-
-
 @pytest.mark.parametrize("stores_sessions", [True, False], ids=["", "not stored"])
 @pytest.mark.parametrize("is_processed", [True, False], ids=["processed", "under way"])
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)], ids=["full", "hybrid"])

@@ -37,7 +37,6 @@ from kvstow.vllm.observe import Observer
 from kvstow.vllm.options import Options, path_of_engine, rank_in_engine
 from kvstow.vllm.replicas import Replicas
 from kvstow.vllm.scheduler import SchedulerHalf
-from kvstow.vllm.shaping import reads_tokenizer
 from kvstow.vllm.stats import ConnectorPromMetrics, ConnectorStats, StatsReporter
 from kvstow.vllm.tier import HostTier
 from kvstow.vllm.worker import WorkerHalf
@@ -145,7 +144,6 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             horizon_blocks=_horizon_blocks(model, vllm_config),
             gathered_tokens=GATHERED_TOKENS,
             events=self._host_events is not None or self._event_file is not None,
-            loads_prompts_only=_keeps_ids_in_slots(vllm_config),
         )
         return SchedulerHalf(
             tier,
@@ -380,16 +378,6 @@ def _hashes_sessions_correctly(
     states loses its blocks between chunks, vLLM's worker continues from a wrong state.
     """
     return not has_states and version >= ((0, 33) if has_drafts else (0, 32))
-
-
-def _keeps_ids_in_slots(config: VllmConfig) -> bool:
-    """Whether vLLM keeps the ids of generated tokens by the slots of the KV cache.
-
-    N-grams of DeepSeek V4.1 (Engram) reach back to the tokens before a step. vLLM's older runner
-    takes those of the prompt from the request, and the others from memory that no load writes.
-    """
-    has_ngrams = reads_tokenizer(config.model_config)
-    return has_ngrams and not getattr(config, "use_v2_model_runner", False)
 
 
 def _horizon_blocks(model: Model, config: VllmConfig) -> int:

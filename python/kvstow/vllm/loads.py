@@ -70,7 +70,8 @@ class Loads:
         ):
             offload.release(request.request_id)
             return 0
-        end = self._most_tokens(tracked)
+        # At least one token is left to compute.
+        end = min(request.num_tokens - 1, num_local_tokens + tracked.max_load_tokens)
         if self.tier.below is None:
             found = offload.lookup(request.request_id, num_local_tokens, end)
         else:
@@ -86,15 +87,6 @@ class Loads:
             if shared > num_local_tokens + found:
                 request.shared_prefix_boundary = max(request.shared_prefix_boundary, shared)
         return found
-
-    def _most_tokens(self, tracked: TrackedRequest) -> int:
-        """Return the most tokens that a hit may have, those of the local hit included."""
-        request, num_local = tracked.request, tracked.num_local_tokens
-        # At least one token is left to compute.
-        end: int = min(request.num_tokens - 1, num_local + tracked.max_load_tokens)
-        if self.tier.loads_prompts_only:
-            end = min(end, max(num_local, request.num_prompt_tokens))
-        return end
 
     def _lookup_below(self, below: LowerTier, tracked: TrackedRequest, end: int) -> int | None:
         """Look up a prefix on the host and below, for which the request waits for a while."""

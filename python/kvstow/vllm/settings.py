@@ -15,6 +15,7 @@ from kvstow import ConfigError
 from kvstow.build import version_and_build
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options, rank_in_engine
+from kvstow.vllm.shaping import reads_tokenizer
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -67,6 +68,16 @@ def check(config: VllmConfig, options: Options) -> None:
             "hit on the host whose routed experts it has dropped: start vLLM without "
             "--enable-return-routed-experts, use vLLM 0.33 or later, or start it without the "
             "connector"
+        )
+    if (
+        reads_tokenizer(config.model_config)
+        and not options.observe
+        and not getattr(config, "use_v2_model_runner", False)
+    ):
+        raise ConfigError(
+            "this model embeds n-grams (Engram), and vLLM's older runner keeps the generated "
+            "tokens of these in memory that no load writes: start vLLM with "
+            "VLLM_USE_V2_MODEL_RUNNER=1, or without the connector"
         )
     parts = _flag(config).kv_connector_extra_config.get("connectors", [])
     num_own = sum(part.get("kv_connector") == "KVStowConnector" for part in parts)

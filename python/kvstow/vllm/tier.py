@@ -52,7 +52,6 @@ class HostTier:
         gathered_tokens: in a full-attention model, stores wait until this many tokens are
             computed, or the blocks of an eighth of what stores may hold. 0: they never wait.
         events: whether to keep block and transfer events.
-        loads_prompts_only: whether hits end within the prompt.
         clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.
         lazy: None in eager mode, and once the tier is off.
@@ -71,7 +70,6 @@ class HostTier:
     horizon_blocks: int
     gathered_tokens: int = 0
     events: bool = False
-    loads_prompts_only: bool = False
     clock: Callable[[], float] = time.monotonic
     offload: OffloadScheduler | None = None
     lazy: LazyQueue | None = None
