@@ -53,6 +53,7 @@ class HostTier:
             computed, or the blocks of an eighth of what stores may hold. 0: they never wait.
         events: whether to keep block and transfer events.
         loads_prompts_only: whether hits end within the prompt.
+        unhashed_modalities: nothing is kept of requests with these media.
         clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.
         lazy: None in eager mode, and once the tier is off.
@@ -72,6 +73,7 @@ class HostTier:
     gathered_tokens: int = 0
     events: bool = False
     loads_prompts_only: bool = False
+    unhashed_modalities: frozenset[str] = frozenset()
     clock: Callable[[], float] = time.monotonic
     offload: OffloadScheduler | None = None
     lazy: LazyQueue | None = None
