@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -143,6 +144,10 @@ def test_nothing_is_kept_of_media_that_hashes_do_not_show(modalities: tuple[str,
         ({"architecture": "UnlimitedOCRForCausalLM", "version": (0, 32, 0)}, {"image"}),
         ({"architecture": "DeepseekVLV2ForCausalLM", "version": (0, 33, 0)}, set()),
         ({"architecture": "DeepseekOCRForCausalLM", "version": (0, 32, 0)}, set()),
+        ({"max_num_patches": 160}, {"image"}),
+        ({"max_num_patches": 160, "limit": 3}, {"image"}),
+        ({"max_num_patches": 160, "limit": 2}, set()),
+        ({"max_num_patches": 4000, "limit": 1}, set()),
     ],
 )
 def test_the_connector_knows_them_and_says_so(
@@ -157,7 +162,16 @@ def test_the_connector_knows_them_and_says_so(
     version = own.pop("version", None)
     if version is not None:
         monkeypatch.setattr("kvstow.vllm.media.vllm_version.__version_tuple__", version)
-    media = MultiModalConfig(video_pruning_rate=own.pop("video_pruning_rate", None))
+    if num_patches := own.pop("max_num_patches", 0):
+        args = {"min_num_patches": 16, "max_num_patches": num_patches}
+        vision = SimpleNamespace(args=args, hidden_size=8)
+        monkeypatch.setattr(config.model_config.hf_config, "vision_config", vision, raising=False)
+        monkeypatch.setattr(config.model_config.hf_config, "downsample_ratio", 1, raising=False)
+        config.model_config.max_model_len = 400
+    media = MultiModalConfig(
+        video_pruning_rate=own.pop("video_pruning_rate", None),
+        limit_per_prompt={"image": own.pop("limit", 999)},
+    )
     config.model_config.multimodal_config = media
     for name, value in own.items():
         monkeypatch.setattr(ModelConfig, name, value)

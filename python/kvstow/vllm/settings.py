@@ -115,7 +115,8 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
         logger.warning(
             "kvstow: nothing is stored or loaded for requests with media of the kind %s, because "
             "vLLM may compute other KV for equal hashes of them. Start vLLM without "
-            "--video-pruning-rate, or use vLLM 0.33 or later for images",
+            "--video-pruning-rate. For images use vLLM 0.33 or later, or bound how many a prompt "
+            "may have (--limit-mm-per-prompt)",
             " and ".join(unhashed),
         )
 
