@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.vllm.halves import FULL, WINDOW, Scheduler
+from tests.vllm.halves import FULL, WINDOW, Scheduler, cache_config, engine_config
+from vllm.config import ModelConfig, MultiModalConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
+from kvstow.vllm import KVStowConnector
 from kvstow.vllm.messages import Copies
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -112,6 +117,68 @@ def test_hashes_show_each_frame() -> None:
         same = zip(first.block_hashes, other.block_hashes, strict=True)
         num_equal = sum(one == another for one, another in same)
         assert num_equal == each.mm_position.offset // scheduler.tokens_per_hash
+
+
+def with_media(*modalities: str) -> Make:
+    parts = [feature(each, each, 20 * at, 10) for at, each in enumerate(modalities)]
+    return lambda scheduler, name: scheduler.request(name, NUM_TOKENS, mm_features=parts)
+
+
+@pytest.mark.parametrize("modalities", [("video",), ("image", "video"), ("image",), ()])
+def test_nothing_is_kept_of_media_that_hashes_do_not_show(modalities: tuple[str, ...]) -> None:
+    scheduler, make = Scheduler(FULL), with_media(*modalities)
+    scheduler.half.tier.unhashed_modalities = frozenset(("video",))
+    scheduler.serve(make(scheduler, "a"))
+    assert scheduler.manager.reset_prefix_cache()
+    assert scheduler.serve(make(scheduler, "b")) == (0 if "video" in modalities else 96)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"video_pruning_rate": 0.5}, {"video"}),
+        ({"video_pruning_rate": 0.5, "uses_mrope": False}, set()),
+        ({"video_pruning_rate": 0.0}, set()),
+        ({"architecture": "DeepseekVLV2ForCausalLM", "version": (0, 32, 1)}, {"image"}),
+        ({"architecture": "H2OVLChatModel", "version": (0, 30, 0)}, {"image"}),
+        ({"architecture": "UnlimitedOCRForCausalLM", "version": (0, 32, 0)}, {"image"}),
+        ({"architecture": "DeepseekVLV2ForCausalLM", "version": (0, 33, 0)}, set()),
+        ({"architecture": "DeepseekOCRForCausalLM", "version": (0, 32, 0)}, set()),
+        ({"max_num_patches": 160}, {"image"}),
+        ({"max_num_patches": 160, "limit": 3}, {"image"}),
+        ({"max_num_patches": 160, "limit": 2}, set()),
+        ({"max_num_patches": 4000, "limit": 1}, set()),
+    ],
+)
+def test_the_connector_knows_them_and_says_so(
+    settings: dict[str, Any],
+    expected: set[str],
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    log: list[str],
+) -> None:
+    config = engine_config(folder, {"num_cpu_blocks": 8})
+    own = {"uses_mrope": True, "architecture": "Qwen2_5_VLForConditionalGeneration"} | settings
+    version = own.pop("version", None)
+    if version is not None:
+        monkeypatch.setattr("kvstow.vllm.media.vllm_version.__version_tuple__", version)
+    if num_patches := own.pop("max_num_patches", 0):
+        args = {"min_num_patches": 16, "max_num_patches": num_patches}
+        vision = SimpleNamespace(args=args, hidden_size=8)
+        monkeypatch.setattr(config.model_config.hf_config, "vision_config", vision, raising=False)
+        monkeypatch.setattr(config.model_config.hf_config, "downsample_ratio", 1, raising=False)
+        config.model_config.max_model_len = 400
+    media = MultiModalConfig(
+        video_pruning_rate=own.pop("video_pruning_rate", None),
+        limit_per_prompt={"image": own.pop("limit", 999)},
+    )
+    config.model_config.multimodal_config = media
+    for name, value in own.items():
+        monkeypatch.setattr(ModelConfig, name, value)
+    connector = KVStowConnector(config, KVConnectorRole.SCHEDULER, cache_config(FULL))
+    assert connector._scheduler.tier.unhashed_modalities == expected
+    line = f"requests with media of the kind {' and '.join(sorted(expected))},"
+    assert any(line in each for each in log) == bool(expected)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])

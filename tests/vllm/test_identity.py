@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ from vllm.config import ECTransferConfig, VllmConfig
 from kvstow.tiers import Fingerprint, SlotFile, SlotFileMismatch, TierBlocks
 from kvstow.transfer import HostArena
 from kvstow.vllm import identity as identity_module
-from kvstow.vllm.identity import Identity, process_began
+from kvstow.vllm.identity import Identity
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 
@@ -50,7 +50,8 @@ def identity(model: str, **more: Any) -> Identity:
         "download_dir": None,
     }
     hf_config = SimpleNamespace(**more.pop("hf_config", {}))
-    given, own = more.pop("options", {}), more.pop("trust", {})
+    given = more.pop("options", {})
+    own = {"multimodal_config": None} | more.pop("trust", {})
     config: dict[str, Any] = {
         "cache_config": SimpleNamespace(prefix_caching_hash_algo="sha256"),
         "load_config": SimpleNamespace(**load | more.pop("load", {})),
@@ -184,7 +185,9 @@ def test_drafts_from_more_than_their_files_are_private(cached: Path, own: dict[s
         "model_loader_extra_config": {},
         "download_dir": None,
     }
-    draft = SimpleNamespace(model=REPOSITORY, revision=None, hf_config=SimpleNamespace())
+    draft = SimpleNamespace(
+        model=REPOSITORY, revision=None, hf_config=SimpleNamespace(), multimodal_config=None
+    )
 
     def speculative(load_config: object) -> SimpleNamespace:
         return SimpleNamespace(draft_model_config=draft, draft_load_config=load_config)
@@ -344,12 +347,61 @@ def test_a_link_to_another_cache_of_the_hub_is_a_change(
     assert identity(REPOSITORY).why_private
 
 
-def test_the_time_at_which_a_process_began_is_that_of_the_system() -> None:
-    head = "import os, time\nfrom pathlib import Path\n"
-    program = f"{head}{inspect.getsource(process_began)}print(process_began())"
+def test_files_that_changed_since_the_server_began_are_private_if_it_takes_images(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server reads how to prepare them before it starts the worker's process."""
+    images = {"multimodal_config": SimpleNamespace()}
+    none = {"multimodal_config": SimpleNamespace(language_model_only=True)}
+    monkeypatch.setattr(identity_module, "parents_began", lambda: time.time() - 60)
+    assert "files of its weights" in identity(str(model), trust=images).why_private
+    assert not identity(str(model), trust=none).why_private
+    assert not identity(str(model)).why_private
+    monkeypatch.setattr(identity_module, "parents_began", lambda: time.time() + 60)
+    assert not identity(str(model), trust=images).why_private
+
+
+_PROGRAM = """
+import multiprocessing, sys, time
+from kvstow.vllm.processes import parents_began, process_began
+
+def run(titles):
+    print(process_began(), parents_began(), flush=True)
+    time.sleep(0.05)
+    if titles:
+        if titles[0]:
+            __import__("setproctitle").setproctitle(titles[0])
+        child = multiprocessing.get_context("spawn").Process(target=run, args=[titles[1:]])
+        child.start()
+        child.join()
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("titles", "first"),
+    [
+        (["", "VLLM::EngineCore"], 0),
+        (["", "own::EngineCore_DP0"], 0),
+        # A user's process has vLLM's engine in it, and another one may have started it.
+        (["", "python"], 1),
+    ],
+)
+def test_a_process_knows_when_the_server_above_it_began(
+    titles: list[str], first: int, tmp_path: Path
+) -> None:
+    if "EngineCore" in titles[1]:
+        pytest.importorskip("setproctitle")
+    (tmp_path / "program.py").write_text(_PROGRAM)
+    command = [sys.executable, str(tmp_path / "program.py"), *titles]
     before = time.time()
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert before - 0.05 < float(ran.stdout) < time.time()
+    ran = subprocess.run(command, capture_output=True, check=True, text=True)
+    lines = [[float(word) for word in line.split()] for line in ran.stdout.splitlines()]
+    began, above = zip(*lines, strict=True)
+    assert before - 0.05 < began[0] < began[1] < began[2] < time.time()
+    assert above == pytest.approx((math.inf, began[0], began[first]), abs=0.03)
 
 
 # -- hashes ----------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVStowConnector",
 
 vLLM calls `connector`, and `settings` checks its configuration. The connector's halves are
 `scheduler` and `worker`, which exchange `messages`. The scheduler half has parts: `loads`,
-`stores`, `steps`, `sleep`, `requests`, `tracked`, `transfers`, `tier`, `lazy_queue`. `observe`
-watches the requests for the statistics of `shadow` and the trace of `record`.
+`stores`, `steps`, `sleep`, `requests`, `tracked`, `transfers`, `tier`, `lazy_queue`. `media`
+says of which media they keep nothing. `observe` watches the requests for the statistics of `shadow`
+and the trace of `record`.
 The folder `below` has both halves of the tiers below the host, and `identity` says whose blocks
 such a tier holds. `secondary_tier` is a disk tier for vLLM's own `OffloadingConnector`, and
 `accelerate` replaces functions of vLLM by faster ones. This is the only folder that imports vLLM.

@@ -31,6 +31,7 @@ from kvstow.vllm.events import HostEvents
 from kvstow.vllm.identity import Identity
 from kvstow.vllm.idle import IdleScheduler, IdleWorker
 from kvstow.vllm.logs import log_as_vllm
+from kvstow.vllm.media import unhashed_modalities
 from kvstow.vllm.messages import StepJobs
 from kvstow.vllm.model import Model
 from kvstow.vllm.observe import Observer
@@ -144,6 +145,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
             horizon_blocks=_horizon_blocks(model, vllm_config),
             gathered_tokens=GATHERED_TOKENS,
             events=self._host_events is not None or self._event_file is not None,
+            unhashed_modalities=unhashed_modalities(vllm_config),
         )
         return SchedulerHalf(
             tier,

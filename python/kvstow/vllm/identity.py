@@ -11,7 +11,7 @@ and what prevents it:
   begins with an empty disk, and shares nothing (`Identity.why_private`).
 - Files that were replaced while vLLM loaded them, so that the digest is not that of what it loaded,
   or a file of the version that was written meanwhile: private, if anything changed since the
-  process began (`last_change`).
+  process began (`last_change`). What prepares images, a process above has read (`processes`).
 - Weights that changed in place: a reset, which draws a new generation (`below.disk`) or new
   names (`below.shared`).
 - Another adapter under the same name: requests with adapters take nothing from below
@@ -60,11 +60,13 @@ from kvstow.tiers import Fingerprint
 from kvstow.vllm.digest import digest_of, weights_named
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import WHERE, Options, path_of_engine, rank_in_engine
+from kvstow.vllm.processes import parents_began, process_began
 from kvstow.vllm.shaping import (
     has_code_elsewhere,
     loads_of,
     models_of,
     shaping,
+    takes_media,
     why_weights_are_unknown,
 )
 
@@ -182,7 +184,7 @@ def why_private(config: VllmConfig, version: str | None, *, is_version_enough: b
         ),
         "the files of its weights are not known": not is_named and None in folders.values(),
         "the files of its weights have changed since this process began": any(
-            may_have_changed(str(model.model), folders[name])
+            may_have_changed(str(model.model), folders[name], takes_media=takes_media(model))
             for name, model in models_of(config).items()
         ),
         "a part of its code comes from another repository": has_code_elsewhere(config, folders),
@@ -221,7 +223,7 @@ def local_model(model: Any, download_dir: str | None) -> Path | None:
     return None
 
 
-def may_have_changed(name: str, folder: Path | None) -> bool:
+def may_have_changed(name: str, folder: Path | None, *, takes_media: bool) -> bool:
     """Whether a file of a model has changed since the process began, with a warning.
 
     vLLM builds connectors when the weights are loaded. So nobody knows whether the change came
@@ -230,8 +232,10 @@ def may_have_changed(name: str, folder: Path | None) -> bool:
     Args:
         name: the path of the model, or the name of a repository.
         folder: its files; None if they are not known.
+        takes_media: whether the server's first process has read files that shape blocks.
     """
-    if folder is None or not _is_newer_than_process(name, folder):
+    began = min(process_began(), parents_began() if takes_media else math.inf)
+    if folder is None or not _is_newer_than(began, name, folder):
         return False
     logger.warning(
         "kvstow: the files in %s have changed since this process began, perhaps while vLLM loaded "
@@ -248,15 +252,15 @@ def version_may_be_newer(path: str) -> bool:
 
     So it is if the file has changed since the process began: vLLM loads the weights first.
     """
-    return _is_newer_than_process(path, Path(path))
+    return _is_newer_than(process_began(), path, Path(path))
 
 
-def _is_newer_than_process(name: str, folder: Path) -> bool:
+def _is_newer_than(began: float, name: str, folder: Path) -> bool:
     try:
         changed = last_change(name, folder)
     except OSError:  # a file goes while this looks
         changed = math.inf
-    return changed > process_began() - _FRESH_S
+    return changed > began - _FRESH_S
 
 
 def last_change(name: str, folder: Path) -> float:
@@ -299,16 +303,6 @@ def _renamed(found: os.stat_result) -> float:
     """
     is_new_entry = stat.S_ISDIR(found.st_mode) and found.st_ctime_ns == found.st_mtime_ns
     return 0.0 if is_new_entry else found.st_ctime
-
-
-def process_began() -> float:
-    """Return the time of the clock at which this process began; 0 if that is not known."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the system's start
-    except (OSError, ValueError, IndexError):
-        return 0.0
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
 
 
 def content_of(path: Path, memory: Path | None) -> str:

@@ -155,10 +155,16 @@ class Requests:
         if hints.max_load_tokens is not None:
             tracked.max_load_tokens = hints.max_load_tokens
         is_session = request.resumable and not self.stores_sessions
-        if is_session or has_ambiguous_hashes(request, model.tokens_per_vllm_hash):
+        if is_session or self._has_ambiguous_hashes(request):
             tracked.is_stale = tracked.recompute = True
         tracked.has_low_priority = hints.priority == "low"
         return tracked
+
+    def _has_ambiguous_hashes(self, request: Request) -> bool:
+        tier = self.tier
+        return has_ambiguous_hashes(
+            request, tier.model.tokens_per_vllm_hash, tier.unhashed_modalities
+        )
 
     def admit(self, tracked: TrackedRequest) -> None:
         """Note that vLLM has given a request blocks."""
@@ -367,7 +373,7 @@ class Requests:
             self.look_after(tracked.due_tokens - num_computed, tracked)
             return
         if request.resumable and request.mm_features:  # a chunk may have brought more of them
-            tracked.is_stale = has_ambiguous_hashes(request, tracked.model.tokens_per_vllm_hash)
+            tracked.is_stale = self._has_ambiguous_hashes(request)
             if tracked.is_stale:
                 return
         self.due[request.request_id] = tracked

@@ -53,8 +53,9 @@ grants them, and it may change a request's tokens afterwards. What vLLM does, an
 - The boundary of a shared prefix (`Loads.lookup`) decides only where vLLM ends a chunk and which
   blocks it hashes. It is the end of a block of the request's own prompt.
 - The hashes of a request may be those of other KV, because they leave out a second input at one
-  place, or which positions of a prompt are tokens. Nothing is stored or loaded for such a request
-  (`tracked.has_ambiguous_hashes`). vLLM's own cache still serves it.
+  place, which positions of a prompt are tokens, or how a model treats media (`media`). Nothing is
+  stored or loaded for such a request (`tracked.has_ambiguous_hashes`). vLLM's own cache still
+  serves it.
 - Structured output, adapters and prompt embeddings change no token that was reported. They are part
   of the hashes or of the sampling. Weights that change under one adapter's name: `Adapters`.
 - vLLM uses a request id again only after `finished`, and after the end of its load was reported.

@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvstow import ConfigError
 from kvstow.build import version_and_build
+from kvstow.vllm.media import unhashed_modalities
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options, rank_in_engine
 from kvstow.vllm.shaping import reads_tokenizer
@@ -120,6 +121,15 @@ def log(config: VllmConfig, model: Model, options: Options, tokens_per_hash: int
             model.num_blocks,
         )
     _log_end(config, options)
+    unhashed = sorted(unhashed_modalities(config))
+    if unhashed and not options.observe:
+        logger.warning(
+            "kvstow: nothing is stored or loaded for requests with media of the kind %s, because "
+            "vLLM may compute other KV for equal hashes of them. Start vLLM without "
+            "--video-pruning-rate. For images use vLLM 0.33 or later, or bound how many a prompt "
+            "may have (--limit-mm-per-prompt)",
+            " and ".join(unhashed),
+        )
 
 
 def _returns_routed_experts(config: VllmConfig) -> bool:

@@ -52,6 +52,7 @@ class HostTier:
         gathered_tokens: in a full-attention model, stores wait until this many tokens are
             computed, or the blocks of an eighth of what stores may hold. 0: they never wait.
         events: whether to keep block and transfer events.
+        unhashed_modalities: nothing is kept of requests with these media.
         clock: seconds, monotonic.
         offload: None until every rank has reported its capacity, and once the tier is off.
         lazy: None in eager mode, and once the tier is off.
@@ -70,6 +71,7 @@ class HostTier:
     horizon_blocks: int
     gathered_tokens: int = 0
     events: bool = False
+    unhashed_modalities: frozenset[str] = frozenset()
     clock: Callable[[], float] = time.monotonic
     offload: OffloadScheduler | None = None
     lazy: LazyQueue | None = None

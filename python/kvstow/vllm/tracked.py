@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -197,9 +197,12 @@ class TrackedRequest:
         return ids
 
 
-def has_ambiguous_hashes(request: Request, tokens_per_hash: int) -> bool:
+def has_ambiguous_hashes(
+    request: Request, tokens_per_hash: int, unhashed: Collection[str] = ()
+) -> bool:
     """Whether vLLM's hashes of a request may equal those of one that computes other KV.
 
+    - It brings media of which the model's hashes always leave something out.
     - Two inputs share their place, as a video and its sound (`use_audio_in_video`). If the first
       goes on after a block, the hash of the block does not have the second one.
     - A prompt mixes tokens and embeddings. Its hashes have token 0 where an embedding is, and
@@ -208,10 +211,13 @@ def has_ambiguous_hashes(request: Request, tokens_per_hash: int) -> bool:
     Args:
         request: the request.
         tokens_per_hash: tokens per entry of `Request.block_hashes`.
+        unhashed: the modalities of these media.
     """
     end = 0
     for item in request.mm_features:  # in the order of their places
         position = item.mm_position
+        if item.modality in unhashed:
+            return True
         if (position.offset // tokens_per_hash + 1) * tokens_per_hash < end:
             return True
         end = max(end, position.offset + position.length)
