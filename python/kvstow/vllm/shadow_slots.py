@@ -74,12 +74,11 @@ class ShadowSlots:
         """
         name, num_tokens = request.request_id, request.num_tokens
         hashes = self._hashes(request, 0, num_tokens)
-        unit = self._model.tokens_per_hit
-        prompt_end = (request.num_prompt_tokens - 1) // unit * unit
+        prompt_ends = where_prompts_end(self._model, request.num_prompt_tokens)
         running = _Running(len(hashes), 0, [])
         for at, tier in enumerate(self._tiers):
             tier.add(name, hashes)
-            ends = {prompt_end, num_local_tokens}
+            ends = {num_local_tokens}
             if counts:
                 found = tier.lookup(name, num_local_tokens, num_tokens - 1) or 0
                 self.hits[at] += found
@@ -88,7 +87,7 @@ class ShadowSlots:
                     tier.restart(name)  # a load makes its request recent
                 else:
                     tier.release(name)
-            running.ends.append(ends)
+            running.ends.append(prompt_ends | ends - {0})
         self._running[name] = running
 
     def computed(self, request: Request, num_tokens: int) -> None:
@@ -145,16 +144,31 @@ class ShadowSlots:
                 part = np.ones(last - first, dtype=np.int32)
             else:
                 part = np.zeros(last - first, dtype=np.int32)
-                num_needed = num_blocks_needed(group, size)
+                num_needed, num_dropped = num_blocks_needed(group, size), num_blocks_dropped(group)
                 regular = range(self._interval, end + 1, self._interval) if self._interval else ()
                 for one in (*ends, *regular):
                     stop = one // size - first
-                    part[max(0, stop - num_needed) : max(0, stop)] = 1
+                    part[max(0, stop - num_needed) : max(0, stop + num_dropped)] = 1
             parts.append(part)
             offsets.append(offsets[-1] + len(part))
         ids = np.concatenate(parts)
         # Any distinct ids will do, because the copies end at once.
         return ids * np.arange(1, len(ids) + 1, dtype=np.int32), offsets
+
+
+def where_prompts_end(model: Model, num_prompt_tokens: int) -> set[int]:
+    """Return the tokens at which vLLM lets a hit of a later prompt with this beginning end."""
+    unit = model.tokens_per_hit
+    again = (num_prompt_tokens - 1) // unit * unit  # one token is left to compute
+    if not any(map(num_blocks_dropped, model.groups)):
+        return {again}
+    longer = num_prompt_tokens // unit * unit
+    return {max(0, again - unit), max(0, longer - unit)}
+
+
+def num_blocks_dropped(group: Group) -> int:
+    """Return the blocks after the end of a hit that a draft model needs of a group."""
+    return int(isinstance(group, FullAttention | SlidingWindow) and group.drops_last_block)
 
 
 def num_blocks_needed(group: Group, block_size: int) -> int:
