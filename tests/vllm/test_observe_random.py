@@ -17,6 +17,7 @@ from tests.vllm.simulated import NUM_DRAFTS, Simulated
 from tests.vllm.simulated_states import SimulatedStates
 from tests.vllm.test_observe import gauges, shadow_ratios
 from tests.vllm.test_simulated import Life
+from tests.vllm.test_simulated_states import CHUNKED
 
 from kvstow.vllm.observe import Observer
 
@@ -57,6 +58,12 @@ class EagleStates(SimulatedStates):
         super().__post_init__()
 
 
+class IntervalStates(SimulatedStates):
+    def __post_init__(self) -> None:
+        self.retention = 64
+        super().__post_init__()
+
+
 class PromptLife(Life):
     """All copies end at once."""
 
@@ -71,7 +78,7 @@ class PromptLife(Life):
 
 def ratios(engine_of: type[Simulated], folder: Path, specs: Sequence[Any]) -> tuple[float, float]:
     """Return the ratio that requests got, and that of a tier of this size."""
-    has_drafts = engine_of is not Simulated
+    has_drafts = engine_of not in {Simulated, IntervalStates}
     num_blocks = 40 * len(specs)
     engine = engine_of(
         folder, {"num_cpu_blocks": 800}, specs, num_blocks=num_blocks, seed=2, drafts=has_drafts
@@ -95,8 +102,19 @@ def ratios(engine_of: type[Simulated], folder: Path, specs: Sequence[Any]) -> tu
         (EagleFull, (FULL, WINDOW)),
         (EagleAll, (FULL, WINDOW)),
         (EagleStates, (FULL, DRAFT_STATE)),
+        (Simulated, (FULL, CHUNKED)),
+        (IntervalStates, (FULL, STATE)),
     ],
-    ids=["full", "window", "eagle", "eagle-window", "eagle-all", "eagle-states"],
+    ids=[
+        "full",
+        "window",
+        "eagle",
+        "eagle-window",
+        "eagle-all",
+        "eagle-states",
+        "chunks",
+        "interval",
+    ],
 )
 def test_ratio_of_the_size_of_the_tier_is_what_requests_get(
     engine_of: type[Simulated], folder: Path, specs: Sequence[Any]

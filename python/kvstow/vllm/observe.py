@@ -91,6 +91,7 @@ class Observer:
             options,
             world_size=parallel.world_size,
             retention_interval=getattr(cache, "prefix_cache_retention_interval", None),
+            has_all_states=config.cache_config.mamba_cache_mode == "all",
         )
         return cls(shadow, recorder)
 

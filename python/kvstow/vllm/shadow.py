@@ -26,7 +26,7 @@ from typing import Final
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from kvstow import FullAttention, HitCurve
+from kvstow import HitCurve
 from kvstow.observability.metrics import SHADOW_KEY
 from kvstow.vllm.hints import Hints
 from kvstow.vllm.model import Model
@@ -35,6 +35,7 @@ from kvstow.vllm.requests import in_both
 from kvstow.vllm.shadow_slots import (
     SLOT_BYTES,
     ShadowSlots,
+    keeps_all,
     num_blocks_dropped,
     num_blocks_needed,
     where_prompts_end,
@@ -59,13 +60,14 @@ class ShadowTier:
             it (`resize`). No ratio is known before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what vLLM's configuration says, and a clock for tests
         self,
         model: Model,
         options: Options,
         *,
         world_size: int,
         retention_interval: int | None,
+        has_all_states: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with an empty tier.
@@ -76,11 +78,13 @@ class ShadowTier:
             world_size: ranks that share the bytes.
             retention_interval: the tokens between the windows or states that vLLM retains; 0: only
                 those at which a prompt ends or parts from others; None: all.
+            has_all_states: whether a step keeps the state after each block, and not only the last.
             clock: seconds, monotonic.
         """
         self.num_slots = 0
         self._curve = HitCurve(max_bytes=CURVE_BYTES)
         self._model, self._retention_interval = model, retention_interval
+        self._has_all_states = has_all_states
         self._slots: ShadowSlots | None = None
         self._tokens_per_key = model.tokens_per_hit
         self._num_dropped = 0
@@ -187,7 +191,8 @@ class ShadowTier:
         room = CURVE_BYTES // SLOT_BYTES
         sums = accumulate(self._sizes())
         sizes = [size for size, total in zip(self._sizes(), sums, strict=True) if total <= room]
-        self._slots = ShadowSlots(self._model, self._retention_interval, sizes)
+        interval, has_all_states = self._retention_interval, self._has_all_states
+        self._slots = ShadowSlots(self._model, interval, sizes, has_all_states=has_all_states)
         for request, _ in self._computing.values():
             self._slots.admitted(request, 0, counts=False)
 
@@ -273,7 +278,7 @@ class Checkpoints:
         self._retained: dict[tuple[int, int], tuple[float, dict[bytes, None]]] = {}
         for group in model.groups:
             per_key = unit / group.block_size
-            if isinstance(group, FullAttention) or retention_interval is None:
+            if keeps_all(group) or retention_interval is None:
                 self.slots_per_key += per_key
                 continue
             num_before, num_after = num_blocks_needed(group, unit), num_blocks_dropped(group)
