@@ -486,8 +486,9 @@ def test_wrong_options_are_refused(options: dict[str, object]) -> None:
 def test_reports_come_once_a_second() -> None:
     it = Watched()
     it.now_s = 100
-    it.serve(it.request("a", range(49)))
+    it.observer.has_news = True
     assert it.observer.gauges(0) == {}, "the ranks have not reported their memory"
+    it.serve(it.request("a", range(49)))
     assert it.observer.gauges(100)
     it.serve(it.request("b", range(49)))
     assert it.observer.gauges(100) == {}

@@ -239,6 +239,7 @@ class KVStowConnector(KVConnectorBase_V1, SupportsHMA):
         """Take vLLM's accounting of the device blocks."""
         super().bind_kv_cache_manager(kv_cache_manager)
         self._scheduler.bind(kv_cache_manager)
+        self._observer.bind(kv_cache_manager)
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]

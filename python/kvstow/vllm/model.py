@@ -49,6 +49,7 @@ from kvstow.transfer.layout import BlockLayout, Region, cuda_device, joined
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
 Group = FullAttention | SlidingWindow | ChunkedLocal | StateSpace
@@ -146,14 +147,15 @@ class Model:
         """Return the items of these groups from a list with one for each group of vLLM's."""
         return [of_each[number] for number in self.group_ids]
 
-    def dropping_last_blocks(self, drops: Sequence[bool]) -> Model:
-        """Return the model in which these groups drop the last block of a hit, as in vLLM.
+    def bound(self, manager: KVCacheManager) -> Model:
+        """Return the model whose groups drop the last block of a hit as vLLM's accounting does.
 
         vLLM names all groups if it does not know which are the draft model's. A draft model has no
         other kinds of attention than full attention and windows, so other groups stay as they are.
         """
         groups: list[Group] = []
-        for group, does_drop in zip(self.groups, drops, strict=True):
+        managers = self.own(manager.coordinator.single_type_managers)
+        for group, does_drop in zip(self.groups, [one.use_eagle for one in managers], strict=True):
             match group:
                 case FullAttention():
                     groups.append(FullAttention(group.block_size, drops_last_block=does_drop))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
 from kvstow.vllm.model import Model
@@ -90,11 +91,17 @@ class Observer:
             options,
             world_size=parallel.world_size,
             retention_interval=getattr(cache, "prefix_cache_retention_interval", None),
+            has_all_states=config.cache_config.mamba_cache_mode == "all",
         )
         return cls(shadow, recorder)
 
     def __post_init__(self) -> None:
         self._parts = [part for part in (self.shadow, self.recorder) if part is not None]
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's accounting, which says where hits of a model with drafts end."""
+        if self.shadow is not None:
+            self._try(self.shadow, partial(self.shadow.bind, manager))
 
     def looked_up(self, request: Request, num_local_tokens: int) -> None:
         """Take a lookup, which may not be the last one before vLLM admits the request."""
@@ -121,7 +128,8 @@ class Observer:
         """
         if (shadow := self.shadow) is None:
             return
-        if num_slots != shadow.num_slots:
+        # A tier that an error has turned off has none, and the ratios go on.
+        if num_slots not in {0, shadow.num_slots}:
             self._try(shadow, lambda: shadow.resize(num_slots))
         if shadow.is_computing:
             self._try(shadow, partial(shadow.stepped, scheduled))
@@ -142,8 +150,10 @@ class Observer:
         Args:
             num_slots: host slots of a tier as large as the options say; 0 if not known yet.
         """
-        shadow = self.shadow
-        if shadow is None or not (self.has_news and num_slots and self.clock() >= self._report_at):
+        if (shadow := self.shadow) is None:
+            return {}
+        num_slots = num_slots or shadow.num_slots
+        if not (self.has_news and num_slots and self.clock() >= self._report_at):
             return {}
         self.has_news, self._report_at = False, self.clock() + REPORT_S
         found: dict[str, float] = {}

@@ -23,15 +23,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Final
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.request import Request
 
-from kvstow import FullAttention, HitCurve
+from kvstow import HitCurve
 from kvstow.observability.metrics import SHADOW_KEY
 from kvstow.vllm.hints import Hints
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.requests import in_both
-from kvstow.vllm.shadow_slots import SLOT_BYTES, ShadowSlots, num_blocks_needed
+from kvstow.vllm.shadow_slots import (
+    SLOT_BYTES,
+    ShadowSlots,
+    keeps_all,
+    num_blocks_dropped,
+    num_blocks_needed,
+    where_prompts_end,
+)
 
 # Enough to be exact for 400,000 distinct blocks. `ShadowSlots` may take as much again.
 CURVE_BYTES: Final = 32 << 20
@@ -52,13 +60,14 @@ class ShadowTier:
             it (`resize`). No ratio is known before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what vLLM's configuration says, and a clock for tests
         self,
         model: Model,
         options: Options,
         *,
         world_size: int,
         retention_interval: int | None,
+        has_all_states: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with an empty tier.
@@ -69,13 +78,16 @@ class ShadowTier:
             world_size: ranks that share the bytes.
             retention_interval: the tokens between the windows or states that vLLM retains; 0: only
                 those at which a prompt ends or parts from others; None: all.
+            has_all_states: whether a step keeps the state after each block, and not only the last.
             clock: seconds, monotonic.
         """
         self.num_slots = 0
         self._curve = HitCurve(max_bytes=CURVE_BYTES)
         self._model, self._retention_interval = model, retention_interval
+        self._has_all_states = has_all_states
         self._slots: ShadowSlots | None = None
         self._tokens_per_key = model.tokens_per_hit
+        self._num_dropped = 0
         self._options = options
         total_bytes = options.total_bytes(model.slot_stride_bytes, world_size)
         self._tier_gib = total_bytes / (1 << 30)
@@ -91,6 +103,15 @@ class ShadowTier:
         # The requests of the last step, of which vLLM had not counted the tokens yet.
         self._scheduled: Collection[str] = ()
 
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take vLLM's accounting, before the first request: hits of drafts drop a block."""
+        self._model = model = self._model.bound(manager)
+        self._checkpoints = Checkpoints(model, self._retention_interval)
+        unit = model.tokens_per_hit
+        # A smaller block costs a hit only where the other groups have no more than the hit.
+        of_units = (group for group in model.groups if group.block_size == unit)
+        self._num_dropped = max(map(num_blocks_dropped, of_units), default=0)
+
     def admitted(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
         """Count a request that vLLM admits for the first time."""
         self._advance()
@@ -101,13 +122,16 @@ class ShadowTier:
             self._slots.admitted(request, num_local_tokens, counts=is_counted)
         if not is_counted:
             return
-        keys = self._model.hit_hashes(request, request.num_tokens - 1)
+        # Where hits drop a block, one of so many blocks needs the block after it, too.
+        num_dropped = self._num_dropped
+        keys = self._model.hit_hashes(request, request.num_tokens - (not num_dropped))
         num_local = num_local_tokens // self._tokens_per_key
-        num_known = self._curve.lookup(keys, num_local, ends=self._checkpoints.ends(keys))
+        ends, asked = self._checkpoints.ends(keys), keys[num_dropped:]
+        num_known = self._curve.lookup(asked, num_local, ends=ends)
         self._curve.insert(keys[:num_known])
         self._num_window_slots += self._checkpoints.retain(keys, num_known)
         self._num_hits += num_local + num_external_tokens // self._tokens_per_key
-        self._num_lookups += len(keys)
+        self._num_lookups += len(asked)
 
     @property
     def is_computing(self) -> bool:
@@ -164,7 +188,8 @@ class ShadowTier:
         room = CURVE_BYTES // SLOT_BYTES
         sums = accumulate(self._sizes())
         sizes = [size for size, total in zip(self._sizes(), sums, strict=True) if total <= room]
-        self._slots = ShadowSlots(self._model, self._retention_interval, sizes)
+        interval, has_all_states = self._retention_interval, self._has_all_states
+        self._slots = ShadowSlots(self._model, interval, sizes, has_all_states=has_all_states)
         for request, _ in self._computing.values():
             self._slots.admitted(request, 0, counts=False)
 
@@ -202,8 +227,9 @@ class ShadowTier:
         before = self._curve.num_unique
         self._curve.insert(keys)
         self._num_new_keys += max(0, self._curve.num_unique - before)
-        boundary = (request.num_prompt_tokens - 1) // self._tokens_per_key
-        self._num_window_slots += self._checkpoints.retain(keys, boundary)
+        for end in where_prompts_end(self._model, request.num_prompt_tokens):
+            boundary = end // self._tokens_per_key
+            self._num_window_slots += self._checkpoints.retain(keys, boundary)
 
     def _slots_per_key(self) -> float:
         mean = self._num_window_slots / self._num_new_keys if self._num_new_keys else 0.0
@@ -244,31 +270,35 @@ class Checkpoints:
         unit = model.tokens_per_hit
         self.slots_per_key = 0.0
         self._interval = (retention_interval or 0) // unit
-        # By the number of last blocks that a hit needs: the slots of such a block, and the blocks
-        # that are retained.
-        self._retained: dict[int, tuple[float, dict[bytes, None]]] = {}
+        # By the numbers of blocks before and after its end that a hit needs: the slots of such a
+        # block, and the blocks that are retained.
+        self._retained: dict[tuple[int, int], tuple[float, dict[bytes, None]]] = {}
         for group in model.groups:
             per_key = unit / group.block_size
-            if isinstance(group, FullAttention) or retention_interval is None:
+            if keeps_all(group) or retention_interval is None:
                 self.slots_per_key += per_key
                 continue
-            num_needed = num_blocks_needed(group, unit)
+            num_before, num_after = num_blocks_needed(group, unit), num_blocks_dropped(group)
+            needed = num_before, num_after
             if self._interval:
+                num_needed = num_before + num_after
                 self.slots_per_key += per_key * min(1.0, num_needed / self._interval)
-            others, retained = self._retained.get(num_needed, (0.0, {}))
-            self._retained[num_needed] = others + per_key, retained
+            others, retained = self._retained.get(needed, (0.0, {}))
+            self._retained[needed] = others + per_key, retained
 
     def ends(self, keys: Sequence[bytes]) -> list[int] | None:
         """Return the numbers of blocks at which a hit can end; None: at each."""
         if not self._retained:
             return None
         ends = set(range(1, len(keys) + 1))
-        for num_needed, (_, retained) in self._retained.items():
+        for (num_before, num_after), (_, retained) in self._retained.items():
             lengths = accumulate(
                 map(retained.__contains__, keys), lambda length, is_in: (length + 1) * is_in
             )
             ends.intersection_update(
-                end for end, length in enumerate(lengths, 1) if length >= min(num_needed, end)
+                end
+                for end, length in enumerate(lengths, 1 - num_after)
+                if length >= min(num_before, end) + num_after
             )
         if self._interval:
             ends.update(range(self._interval, len(keys) + 1, self._interval))
@@ -277,8 +307,8 @@ class Checkpoints:
     def retain(self, keys: Sequence[bytes], end: int) -> float:
         """Retain what a hit of `end` blocks needs; return the slots that this takes."""
         num_slots = 0.0
-        for num_needed, (per_key, retained) in self._retained.items():
-            for key in keys[max(0, end - num_needed) : end]:
+        for (num_before, num_after), (per_key, retained) in self._retained.items():
+            for key in keys[max(0, end - num_before) : end + num_after]:
                 num_slots += per_key * (key not in retained)
                 retained.pop(key, None)
                 retained[key] = None

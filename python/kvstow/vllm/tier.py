@@ -103,8 +103,7 @@ class HostTier:
         self.manager, self.pool = manager, manager.block_pool
         managers = self.model.own(manager.coordinator.single_type_managers)
         self.tables = [group.req_to_blocks for group in managers]
-        drops = [group.use_eagle for group in managers]
-        self.model = self.model.dropping_last_blocks(drops)
+        self.model = self.model.bound(manager)
         self._min_free_blocks = self.model.num_blocks // 8
         # What waits must not be more than stores may hold, because requests end and do not wait.
         blocks_per_token = sum(1 / group.block_size for group in self.model.groups)
