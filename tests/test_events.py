@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.forks import in_child
-from tests.interrupts import is_interrupted
+from tests.interrupts import is_interrupted, is_interrupted_behind
 
 from kvstow import (
     AllBlocksCleared,
@@ -237,6 +237,24 @@ def test_interrupted_poll_loses_no_event(tmp_path: Path) -> None:
         if not interrupted:
             break
     assert line > 15
+
+
+def test_an_interrupt_behind_a_call_loses_no_events() -> None:
+    for number in range(1, 1000):
+        with engine(events=True) as kv:
+            kv.add("first", hash_tokens(DOCUMENT, BLOCK))
+            kv.admit("first", 16, 16, after=READY)
+            stored = kv.computed(["first"], [16], after=READY)
+            assert stored is not None
+            kv.end(stored)
+            interrupted = is_interrupted_behind(kv.flush_events, number, event_log.__file__)
+            stores = [it for it in kv.take_events() if isinstance(it, BlockStored)]
+            assert {it.medium for it in stores} == {"GPU", "CPU"}, f"call {number}"
+            kinds = {type(it) for it in kv.take_transfer_events()}
+            assert kinds == {TransferInitiated, CacheStoreCommitted, TransferCompleted}
+        if not interrupted:
+            break
+    assert number > 3
 
 
 # -- a file that cannot be written -------------------------------------------------------------

@@ -13,7 +13,7 @@ use numpy::{
     IntoPyArray, PyArray1, PyArrayDescrMethods, PyArrayMethods, PyUntypedArray,
     PyUntypedArrayMethods,
 };
-use pyo3::exceptions::{PyOverflowError, PyTypeError};
+use pyo3::exceptions::{PyMemoryError, PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedStr;
 use pyo3::types::{PyBool, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
@@ -107,6 +107,24 @@ const MAX_ITEMS: usize = MAX_BLOCKS;
 /// The capacity to reserve for a caller's sequence, whose `__len__` may be wrong.
 pub(crate) fn capacity_hint(obj: &Bound<'_, PyAny>) -> usize {
     obj.len().unwrap_or(0).min(1 << 20)
+}
+
+/// Number of items after which a long loop over a caller's sequence lets Python handle signals.
+const BETWEEN_SIGNALS: usize = 1 << 20;
+
+/// Appends an item of a caller's sequence, of which only the end tells the length. If the machine
+/// lacks the memory, it raises `MemoryError`, as a list does: a failed allocation of `push` would
+/// end the process.
+#[inline]
+pub(crate) fn push<T>(py: Python<'_>, items: &mut Vec<T>, item: T) -> PyResult<()> {
+    let num_items = items.len();
+    if num_items == items.capacity() {
+        items.try_reserve(1).map_err(|_| {
+            PyMemoryError::new_err(format!("no memory for more than {num_items} items"))
+        })?;
+    }
+    items.push(item);
+    if items.len().is_multiple_of(BETWEEN_SIGNALS) { py.check_signals() } else { Ok(()) }
 }
 
 /// Integers from any sequence of ints or any one-dimensional integer array. `name` is what the

@@ -7,7 +7,7 @@ use numpy::{IntoPyArray, PyArray1, PyArrayDescrMethods, PyUntypedArray, PyUntype
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyInt, PySequence, PyString};
 
-use crate::convert::{Count, check_integer_array, counts, named};
+use crate::convert::{Count, check_integer_array, counts, named, push};
 use crate::error::{ConfigError, to_py};
 use crate::hash::native_copy;
 use crate::hashes::hashes;
@@ -378,7 +378,7 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
     let mut words = Vec::new(); // not as long as `__len__` says: a sequence may lie
     for (position, key) in keys.try_iter()?.enumerate() {
         let key = key?;
-        words.push(key.extract().map_err(|_: PyErr| {
+        let word = key.extract().map_err(|_: PyErr| {
             let hint = if key.is_instance_of::<PyString>() {
                 ": bytes.fromhex(text) of a hash as text"
             } else {
@@ -393,7 +393,8 @@ fn integers(keys: &Bound<'_, PyAny>) -> PyResult<Vec<u64>> {
                 "key {position} is {wrong}: keys are all hashes, or all integers from 0 to \
                  2**64 - 1{hint}"
             ))
-        })?);
+        })?;
+        push(keys.py(), &mut words, word)?;
     }
     Ok(words)
 }

@@ -14,7 +14,7 @@ use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyByteArray, PyBytes, PyInt, PyList, PySequence, PyString, PyTuple};
 
-use crate::convert::{Name, check_integer_array};
+use crate::convert::{Name, check_integer_array, push};
 use crate::error::{ConfigError, to_py};
 use crate::hashes::Hashes;
 use crate::pickled::{Pickled, is_protocol_of_core};
@@ -128,7 +128,8 @@ fn ids_from_py(tokens: &Bound<'_, PyAny>) -> PyResult<(Vec<u64>, bool)> {
     for (position, token) in tokens.try_iter()?.enumerate() {
         let token = token?;
         are_ints &= token.is_exact_instance_of::<PyInt>();
-        ids.push(id_from_py(&token).map_err(|error| bad_token(position, &token, error))?);
+        let id = id_from_py(&token).map_err(|error| bad_token(position, &token, error))?;
+        push(tokens.py(), &mut ids, id)?;
     }
     Ok((ids, are_ints))
 }

@@ -180,11 +180,14 @@ def test_truncate_releases_the_slots_of_a_lookup() -> None:
     tier.check()
 
 
-def test_truncate_forgets_what_a_lazy_scheduler_would_store() -> None:
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_truncate_forgets_what_a_lazy_scheduler_would_store(is_reset: bool) -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
     names = [b"12345671", b"12345672"]
     tier.add("a", names)
     tier.store(["a"], [2 * BLOCK], [1, 2], [0, 2])
+    if is_reset:
+        tier.reset()
     tier.truncate("a", 1)
     job = tier.store_candidates([1, 2], names)
     assert job is not None

@@ -149,7 +149,7 @@ IN_LITTLE_MEMORY = """
 import resource
 from kvstow import *
 
-resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
 pool, group = BlockPool(8), FullAttention(4)
 try:
     {call}
@@ -168,6 +168,8 @@ except (KvstowError, MemoryError) as error:
         "BlockPool(2**31 - 1)",
         "BlockLedger(2**31 - 1, [group])",
         "OffloadScheduler(2**31 - 2, [group])",
+        "HitCurve().add(range(2**40))",
+        "hash_tokens(range(2**40), 16)",
     ],
 )
 def test_a_size_beyond_memory_does_not_end_the_process(call: str) -> None:

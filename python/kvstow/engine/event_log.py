@@ -2,7 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import call
 from os import PathLike
 from typing import Final, TypeVar
 
@@ -49,14 +51,17 @@ class EventLog(Closing):
         """Take what has happened, and write it to the file."""
         if self.file is None and not self._keeps:
             return
-        # They are taken before the clock is read, so an error of the clock cannot lose them.
-        self._unwritten += state.pool.take_events()
-        self._unwritten += state.scheduler.take_events()
+        scheduler = state.scheduler
+        takes: list[Callable[[], Sequence[BlockEvent | TransferEvent]]]
+        takes = [state.pool.take_events, scheduler.take_events]
         if state.blueprint.is_shared:
-            state.scheduler.take_disk_events()  # of blocks that are not this engine's
+            scheduler.take_disk_events()  # of blocks that are not this engine's
         else:
-            self._unwritten += state.scheduler.take_disk_events()
-        self._unwritten += state.scheduler.take_transfer_events()
+            takes.append(scheduler.take_disk_events)
+        takes.append(scheduler.take_transfer_events)
+        # They are taken before the clock is read, so an error of the clock cannot lose them. One
+        # call in C takes and keeps them: an interrupt comes only between steps of Python.
+        self._unwritten.extend(chain.from_iterable(map(call, takes)))
         if self.file is not None:
             self.file.write(self._unwritten)
         if self._keeps:

@@ -192,10 +192,11 @@ impl OffloadScheduler {
         request.due_tokens = request.due_tokens.min(num_tokens);
         for (table, &group) in request.tables.iter_mut().zip(self.slot_model.groups()) {
             let num_slots = num_hashes / self.slot_model.hashes_per_block(group);
-            let dropped = num_slots.min(table.num_confirmed)..table.num_confirmed;
             if self.config.mode == Mode::Lazy {
-                // In lazy mode a slot holds one block.
-                Self::forget_computed(&mut self.computed, &table.blocks[dropped]);
+                // In lazy mode a slot holds one block. Not only the confirmed ones are dropped: after
+                // a reset none of those that were computed before is confirmed.
+                let dropped = table.blocks.get(num_slots..).unwrap_or_default();
+                Self::forget_computed(&mut self.computed, dropped);
             }
             table.num_confirmed = table.num_confirmed.min(num_slots);
             table.num_kept = table.num_kept.min(num_slots);
