@@ -1,7 +1,7 @@
 """Random operations on `BlockLedger` and on vLLM's `KVCacheManager`, compared after each.
 
 `KVSTOW_SEQUENCES` is the number of sequences of operations, spread evenly over the models
-(`make test-differential` runs two thousand).
+(`make test-differential` runs two thousand). `KVSTOW_SEED` is the first seed of each model.
 """
 
 import os
@@ -79,6 +79,9 @@ MODELS = [
     ),
 ]
 NUM_SEQUENCES = -(-int(os.environ.get("KVSTOW_SEQUENCES", "1110")) // len(MODELS))
+SEED = int(os.environ.get("KVSTOW_SEED", "0"))
+# Fewer sequences of a model may miss a rare case, for example a load that fails.
+SEES_ALL = NUM_SEQUENCES >= 37
 
 
 def run(model: Model, seed: int) -> Counter[str]:
@@ -99,7 +102,7 @@ def run(model: Model, seed: int) -> Counter[str]:
 def test_ledger_equals_vllms_manager(model: Model) -> None:
     init_none_hash(sha256_cbor)
     seen: Counter[str] = Counter()
-    for seed in range(NUM_SEQUENCES):
+    for seed in range(SEED, SEED + NUM_SEQUENCES):
         seen += run(model, seed)
     expected = {
         "hit tokens",
@@ -116,7 +119,7 @@ def test_ledger_equals_vllms_manager(model: Model) -> None:
     if not all(isinstance(group, FullAttention) for group in model.groups):
         expected.add("skipped blocks")
     seen = +seen
-    assert expected <= set(seen), f"never seen: {expected - set(seen)}"
+    assert expected <= set(seen) or not SEES_ALL, f"never seen: {expected - set(seen)}"
 
 
 def enlarged(group: Group) -> Group:
@@ -175,7 +178,7 @@ def test_hits_on_the_host_are_as_long_as_vllms(model: Model) -> None:
     init_none_hash(sha256_cbor)
     full_kinds = {group for group in model.groups if isinstance(group, FullAttention)}
     lengths = Counter[int]()
-    for seed in range(NUM_SEQUENCES * 10):
+    for seed in range(SEED, SEED + NUM_SEQUENCES * 10):
         host, device, request = hold(model, seed)
         max_tokens = model.max_hit_tokens(request.num_tokens)
         found = host.lookup("a", 0, max_tokens)
@@ -188,4 +191,4 @@ def test_hits_on_the_host_are_as_long_as_vllms(model: Model) -> None:
                 host.lookup("a", 0, request.num_tokens - 1)  # no draft model bounds full attention
             assert host.full_attention_hit("a") == expected + num_uncached, f"seed {seed}"
         lengths[found or 0] += 1
-    assert len(lengths) > 4
+    assert len(lengths) > 4 or not SEES_ALL
