@@ -120,7 +120,8 @@ def test_ratio_of_the_size_of_the_tier_is_what_requests_get(
     engine_of: type[Simulated], folder: Path, specs: Sequence[Any]
 ) -> None:
     real, shadow = ratios(engine_of, folder, specs)
-    assert shadow == pytest.approx(real, abs=0.01)
+    # With drafts of windows vLLM 0.33 finds some hits that are a block longer.
+    assert shadow == pytest.approx(real, abs=0.03 if engine_of is EagleAll else 0.01)
 
 
 def test_ratio_is_too_high_if_nobody_says_that_hits_drop_a_block(
