@@ -35,14 +35,15 @@ mod _core {
     use numpy::{IntoPyArray, PyArrayMethods};
     use pyo3::prelude::{Bound, PyAnyMethods, PyModule, PyResult};
 
-    /// Register `Hashes` as a sequence. Load what rust-numpy loads at its first use, because an
-    /// interrupt at that moment is a panic.
+    /// Register `Hashes` as a sequence, and what forks wait for. Load what rust-numpy loads at its
+    /// first use, because an interrupt at that moment is a panic.
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         let py = module.py();
         // This call returns its error if numpy is missing or the import is interrupted.
         py.import("numpy.lib")?.getattr("NumpyVersion")?;
         Vec::<i32>::new().into_pyarray(py).readonly();
+        super::lock::hold_forks(py)?;
         super::hashes::register(py)
     }
 

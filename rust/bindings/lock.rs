@@ -5,14 +5,59 @@
 //! pool or ledger first, then the scheduler. Poison is ignored: the core does not panic, and
 //! `check` can verify its state.
 //!
+//! A forked child has only the thread that forked. It would wait for ever for an object that another
+//! thread held or awaited. So a fork waits until no thread does so without the interpreter lock.
+//! Threads that begin to do so wait for the fork. Those that hold the lock do not run meanwhile.
+//!
 //! Threads that wait get the object in the order in which they came. The standard `Mutex` alone
 //! lets a thread that calls in a loop lock again and again before a waiting thread is awake.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{self, Condvar, MutexGuard, PoisonError, TryLockError};
+use std::thread;
+use std::time::Duration;
 
+use pyo3::exceptions::PyAttributeError;
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
+use pyo3::types::{IntoPyDict, PyCFunction};
+
+/// Threads that may hold or await a core object while they do not hold the interpreter lock.
+static NUM_DETACHED: AtomicUsize = AtomicUsize::new(0);
+/// Threads that fork, or wait to fork.
+static NUM_FORKING: AtomicUsize = AtomicUsize::new(0);
+const BETWEEN_LOOKS: Duration = Duration::from_micros(100);
+
+thread_local! {
+    /// How often this thread is in [`NUM_DETACHED`] or [`NUM_FORKING`].
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A thread in [`NUM_DETACHED`].
+struct Detached;
+
+impl Detached {
+    /// Waits for forks, unless this thread is one that forks wait for, or that forks itself.
+    fn begin(py: Python<'_>) -> Self {
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        NUM_DETACHED.fetch_add(1, Ordering::SeqCst);
+        while depth == 0 && NUM_FORKING.load(Ordering::SeqCst) > 0 {
+            NUM_DETACHED.fetch_sub(1, Ordering::SeqCst);
+            py.detach(|| thread::sleep(BETWEEN_LOOKS));
+            NUM_DETACHED.fetch_add(1, Ordering::SeqCst);
+        }
+        Self
+    }
+}
+
+impl Drop for Detached {
+    fn drop(&mut self) {
+        NUM_DETACHED.fetch_sub(1, Ordering::SeqCst);
+        DEPTH.set(DEPTH.get() - 1);
+    }
+}
 
 /// A mutex that serves waiting threads in turn. Without any it costs one more load.
 pub(crate) struct Mutex<T> {
@@ -74,12 +119,19 @@ fn unpoisoned<G>(locked: Result<G, PoisonError<G>>) -> G {
 /// Locks a core object for short work. Releases the interpreter lock only to wait.
 pub(crate) fn lock<T: Send>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     let wait = |py: Python<'_>| {
+        let _detached = Detached::begin(py);
         py.detach(|| shared.wait_in_line());
         let guard = unpoisoned(shared.data.lock_py_attached(py));
         shared.leave_line();
         guard
     };
     shared.try_lock().unwrap_or_else(|| Python::attach(wait))
+}
+
+/// Calls without the interpreter lock what may lock core objects.
+pub(crate) fn without_interpreter<R: Send>(py: Python<'_>, call: impl FnOnce() -> R + Send) -> R {
+    let _detached = Detached::begin(py);
+    py.detach(call)
 }
 
 /// Locks a core object, and calls without the interpreter lock, for work on all of its blocks.
@@ -94,5 +146,35 @@ pub(crate) fn detached<T: Send, R: Send>(
         shared.leave_line();
         guard
     };
-    py.detach(|| call(&mut shared.try_lock().unwrap_or_else(wait)))
+    without_interpreter(py, || call(&mut shared.try_lock().unwrap_or_else(wait)))
+}
+
+/// Lets each later fork wait until no thread holds or awaits a core object.
+pub(crate) fn hold_forks(py: Python<'_>) -> PyResult<()> {
+    let register = match py.import("os")?.getattr("register_at_fork") {
+        Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(()), // no forks here
+        register => register?,
+    };
+    let begin = PyCFunction::new_closure(py, None, None, |args, _| {
+        DEPTH.set(DEPTH.get() + 1);
+        NUM_FORKING.fetch_add(1, Ordering::SeqCst);
+        while NUM_DETACHED.load(Ordering::SeqCst) > 0 {
+            args.py().detach(|| thread::sleep(BETWEEN_LOOKS));
+        }
+    })?;
+    // Programs that fork from C may call the hooks after a fork only.
+    let end = PyCFunction::new_closure(py, None, None, |_, _| {
+        let (set, load) = (Ordering::SeqCst, Ordering::SeqCst);
+        let _ = NUM_FORKING.fetch_update(set, load, |num| num.checked_sub(1));
+        DEPTH.set(DEPTH.get().saturating_sub(1));
+    })?;
+    // A child has one thread. Others may have waited to fork, too.
+    let end_in_child = PyCFunction::new_closure(py, None, None, |_, _| {
+        NUM_DETACHED.store(0, Ordering::SeqCst);
+        NUM_FORKING.store(0, Ordering::SeqCst);
+        DEPTH.set(DEPTH.get().saturating_sub(1));
+    })?;
+    let hooks = [("before", begin), ("after_in_parent", end), ("after_in_child", end_in_child)];
+    register.call((), Some(&hooks.into_py_dict(py)?))?;
+    Ok(())
 }

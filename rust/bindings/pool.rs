@@ -14,7 +14,7 @@ use crate::convert::{Count, Int32Array, group_id, ids, named, to_array};
 use crate::error::to_py;
 use crate::event::events_to_py;
 use crate::hashes::hashes;
-use crate::lock::{Mutex, lock};
+use crate::lock::{Mutex, lock, without_interpreter};
 
 /// A pool behind a lock: its own, or that of a ledger.
 pub(crate) trait SharedPool {
@@ -93,7 +93,7 @@ macro_rules! pool_methods {
 
             /// Drop every key. Return False and change nothing if a block is referenced or pinned.
             fn reset(&self, py: Python<'_>) -> bool {
-                py.detach(|| self.with(pool::BlockPool::reset))
+                without_interpreter(py, || self.with(pool::BlockPool::reset))
             }
 
             /// Return the number of references on each block.
@@ -230,7 +230,7 @@ pool_methods!(BlockPool {
 
     /// Verify every invariant in O(num_blocks). Raises `StateError` if one is broken.
     fn check(&self, py: Python<'_>) -> PyResult<()> {
-        py.detach(|| self.with(|pool| pool.check())).map_err(to_py)
+        without_interpreter(py, || self.with(|pool| pool.check())).map_err(to_py)
     }
 });
 
