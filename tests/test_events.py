@@ -215,16 +215,21 @@ def test_an_engine_keeps_events_for_the_caller_only_on_request(tmp_path: Path) -
         assert (kv.take_events(), kv.take_transfer_events()) == ([], [])
 
 
+def store(kv: Engine) -> None:
+    """Compute the document, and end its store."""
+    kv.add("first", hash_tokens(DOCUMENT, BLOCK))
+    kv.admit("first", 16, 16, after=READY)
+    stored = kv.computed(["first"], [16], after=READY)
+    assert stored is not None
+    kv.end(stored)
+
+
 def test_interrupted_poll_loses_no_event(tmp_path: Path) -> None:
     """Events may come twice then, and the last one about a block is still right."""
     for line in range(1, 1000):
         path = tmp_path / f"{line}.jsonl"
         with engine(events=True, events_path=path) as kv:
-            kv.add("first", hash_tokens(DOCUMENT, BLOCK))
-            kv.admit("first", 16, 16, after=READY)
-            stored = kv.computed(["first"], [16], after=READY)
-            assert stored is not None
-            kv.end(stored)
+            store(kv)
             interrupted = is_interrupted(kv.poll, line, event_log.__file__)
             kv.poll()
             kept = [event_fields(it) for it in (*kv.take_events(), *kv.take_transfer_events())]
@@ -242,11 +247,7 @@ def test_interrupted_poll_loses_no_event(tmp_path: Path) -> None:
 def test_an_interrupt_behind_a_call_loses_no_events() -> None:
     for number in range(1, 1000):
         with engine(events=True) as kv:
-            kv.add("first", hash_tokens(DOCUMENT, BLOCK))
-            kv.admit("first", 16, 16, after=READY)
-            stored = kv.computed(["first"], [16], after=READY)
-            assert stored is not None
-            kv.end(stored)
+            store(kv)
             interrupted = is_interrupted_behind(kv.flush_events, number, event_log.__file__)
             stores = [it for it in kv.take_events() if isinstance(it, BlockStored)]
             assert {it.medium for it in stores} == {"GPU", "CPU"}, f"call {number}"

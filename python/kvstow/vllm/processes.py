@@ -19,7 +19,7 @@ from pathlib import Path
 def process_began(pid: int | str = "self") -> float:
     """Return the time of the clock at which a process began; 0 if that is not known."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(pid)
         began_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the system's start
     except (OSError, ValueError, IndexError):
         return 0.0
@@ -37,8 +37,13 @@ def parents_began() -> float:
     began = process_began(parent.pid)
     try:
         title, *_ = Path(f"/proc/{parent.pid}/cmdline").read_bytes().split(b"\0")
-        fields = Path(f"/proc/{parent.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = _stat(parent.pid)
     except OSError:
         return 0.0
     # An engine is always below a server. Without the title, this one is in the engine's process.
     return min(began, process_began(fields[1])) if b"::EngineCore" in title else began
+
+
+def _stat(pid: int | str) -> list[str]:
+    """Return what Linux says of a process from its state on: its parent at 1, its start at 19."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
