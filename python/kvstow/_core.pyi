@@ -1364,7 +1364,7 @@ class OffloadScheduler:
         Raises:
             ConfigError: a ledger of other groups, lists of unequal length, a request that is named
                 twice, or more tokens than were granted.
-            StateError: a request has other hashes in the ledger.
+            StateError: a request has other hashes in the ledger, or has started over only there.
         """
     def store_evictable(
         self, pool: BlockPool | LedgerPool, num_blocks: int, *, deadline: float | None = None

@@ -165,6 +165,28 @@ def test_hashes_that_differ_from_the_ledgers_are_refused() -> None:
     refused(StateError, "other hashes in the ledger", ["a"], [12], hashes=longer)
 
 
+def test_a_request_that_started_over_in_the_ledger_alone_is_refused() -> None:
+    hashes = [bytes([at]) * 8 for at in range(4)]
+    ledger, scheduler = BlockLedger(20, [GROUP], publish="computed"), OffloadScheduler(8, [GROUP])
+    for name in "ab":
+        ledger.add(name, [name.encode() + each for each in hashes])
+        scheduler.add(name, [])
+    ledger.allocate("a", 3 * BLOCK_SIZE)
+    job = scheduler.store_step(ledger, ["a"], [2 * BLOCK_SIZE], max_blocks=1)
+    assert job is not None
+    scheduler.complete(job.job_id, ok=True)  # the second block waits for room in a job
+    ledger.restart("a")
+    ledger.allocate("b", 3 * BLOCK_SIZE)  # takes these blocks
+    ledger.allocate("a", 3 * BLOCK_SIZE)
+    with pytest.raises(StateError, match='"a" has started over in the ledger'):
+        scheduler.store_step(ledger, ["a"], [3 * BLOCK_SIZE])
+    scheduler.check()
+    scheduler.restart("a")
+    job = scheduler.store_step(ledger, ["a"], [3 * BLOCK_SIZE])
+    assert job is not None
+    assert job.block_ids.tolist() == ledger.block_table("a").tolist()[1:3]
+
+
 def test_unknown_requests_and_uneven_lists_are_refused() -> None:
     refused(UnknownRequest, "nobody", ["a", "nobody"], [12, 12])
     refused(ConfigError, "2 requests and 1 numbers", ["a", "b"], [12])

@@ -113,7 +113,7 @@ impl OffloadScheduler {
     /// Raises:
     ///     ConfigError: a ledger of other groups, lists of unequal length, a request that is named
     ///         twice, or more tokens than were granted.
-    ///     StateError: a request has other hashes in the ledger.
+    ///     StateError: a request has other hashes in the ledger, or has started over only there.
     #[pyo3(
         signature = (
             ledger, request_ids, num_computed_tokens, *, max_blocks = None, deadline = None

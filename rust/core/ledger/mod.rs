@@ -24,7 +24,7 @@ use minicbor::{Decode, Encode};
 use crate::error::{Error, Result};
 use crate::group::{Group, Hit, Model};
 use crate::ids::BlockId;
-use crate::key::{BlockHash, Hashes};
+use crate::key::Hashes;
 use crate::pool::BlockPool;
 use crate::requests::Requests;
 
@@ -51,7 +51,7 @@ pub struct BlockLedger {
     max_in_flight_tokens: Option<usize>,
     publish: Publish,
     requests: Requests<Request>,
-    /// Number of requests ever added: the serial number of the next request.
+    /// Requests ever added or restarted: the serial number of the next one.
     num_added: u64,
     /// A hit holds it too, and so names the ledger that found the hit.
     identity: Arc<()>,
@@ -234,14 +234,9 @@ impl BlockLedger {
         })
     }
 
-    /// The hashes that `add` and `extend` gave for a request, its granted tokens and its tables.
-    pub(crate) fn progress_of(
-        &self,
-        request_id: &str,
-    ) -> Result<(&[BlockHash], usize, impl Iterator<Item = &[BlockId]>)> {
-        let request = self.requests.get(request_id)?;
-        let tables = request.tables.iter().map(|table| table.blocks.as_slice());
-        Ok((&request.hashes, request.num_granted_tokens, tables))
+    /// A request, as far as a tier below the device needs it.
+    pub(crate) fn request(&self, request_id: &str) -> Result<&Request> {
+        self.requests.get(request_id)
     }
 
     /// Number of hashes that `add` and `extend` gave for a request.

@@ -28,9 +28,9 @@ pub struct Context {
 
 /// A request's blocks in one group.
 #[derive(Clone, Debug, Default, Encode, Decode)]
-pub(super) struct BlockTable {
+pub(crate) struct BlockTable {
     #[n(0)]
-    pub(super) blocks: Vec<BlockId>,
+    pub(crate) blocks: Vec<BlockId>,
     /// How many of them, from the first, are null because the group skips them.
     #[n(1)]
     pub(super) num_skipped: usize,
@@ -45,18 +45,18 @@ pub(super) struct BlockTable {
 }
 
 #[derive(Clone, Debug, Default, Encode, Decode)]
-pub(super) struct Request {
-    /// Number of requests that the ledger had added before.
+pub(crate) struct Request {
+    /// Number of requests that the ledger had added or restarted before.
     #[n(0)]
-    pub(super) serial: u64,
+    pub(crate) serial: u64,
     #[n(1)]
     #[cbor(with = "crate::key::flat")]
-    pub(super) hashes: SharedHashes,
+    pub(crate) hashes: SharedHashes,
     /// Per group.
     #[n(2)]
-    pub(super) tables: Vec<BlockTable>,
+    pub(crate) tables: Vec<BlockTable>,
     #[n(3)]
-    pub(super) num_granted_tokens: usize,
+    pub(crate) num_granted_tokens: usize,
     /// Whether it has got slots. From then on it takes no hit and no external tokens.
     #[n(4)]
     pub(super) is_running: bool,

@@ -14,6 +14,8 @@ use super::{Mode, OffloadScheduler};
 #[derive(Clone, Debug, Default)]
 pub(super) struct RequestState {
     pub(super) hashes: SharedHashes,
+    /// Its serial number in the ledger whose block table `tables` repeats.
+    pub(super) ledger_serial: Option<u64>,
     /// Per group.
     pub(super) tables: Vec<ReportedTable>,
     pub(super) held: HeldSlots,

@@ -21,7 +21,7 @@ impl OffloadScheduler {
     /// # Errors
     /// [`Error::UnknownRequest`]; [`Error::Config`] for a ledger of other groups, for a request
     /// that is named twice, and for more tokens than were granted; [`Error::State`] if a request has
-    /// other hashes in the ledger. Nothing has changed then.
+    /// other hashes in the ledger, or has started over only there. Nothing has changed then.
     pub fn store_step<'a>(
         &mut self,
         max_blocks: usize,
@@ -44,32 +44,58 @@ impl OffloadScheduler {
             if num_tokens < self.requests.at(place).due_tokens {
                 continue;
             }
-            let (hashes, num_granted, blocks) = ledger.progress_of(request_id)?;
-            check_granted(request_id, num_tokens, num_granted)?;
-            let request = self.requests.at(place);
-            due.push((place, request_id, num_tokens, new_hashes(request, hashes, request_id)?));
-            for ((blocks, known), group) in blocks.zip(&request.tables).zip(self.model.groups()) {
-                let end = (num_tokens / group.block_size).min(blocks.len());
-                tables.push(&blocks[known.blocks.len().min(end)..end]);
+            let (request, on_device) = (self.requests.at(place), ledger.request(request_id)?);
+            check_serial(request, on_device.serial, request_id)?;
+            check_granted(request_id, num_tokens, on_device.num_granted_tokens)?;
+            let hashes = new_hashes(request, &on_device.hashes, request_id)?;
+            let known = request.tables.iter().zip(self.model.groups());
+            for (table, (known, group)) in on_device.tables.iter().zip(known) {
+                let end = (num_tokens / group.block_size).min(table.blocks.len());
+                tables.push(&table.blocks[known.blocks.len().min(end)..end]);
             }
+            due.push(Due { place, request_id, num_tokens, hashes, serial: on_device.serial });
         }
-        check_each_once(due.iter().map(|&(place, request_id, ..)| (place, request_id)).collect())?;
+        check_each_once(due.iter().map(|due| (due.place, due.request_id)).collect())?;
         let tables: Vec<&[&[BlockId]]> = tables.chunks_exact(num_groups).collect();
-        let progress = due.iter().zip(&tables).map(|(due, new_blocks)| {
-            let &(_, request_id, num_computed_tokens, _) = due;
-            Progress { request_id, num_computed_tokens, new_blocks }
+        let progress = due.iter().zip(&tables).map(|(due, new_blocks)| Progress {
+            request_id: due.request_id,
+            num_computed_tokens: due.num_tokens,
+            new_blocks,
         });
         progress.clone().try_for_each(|progress| self.check_blocks(progress.new_blocks))?;
         self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
         let mut places = Vec::with_capacity(due.len());
-        for &(place, _, _, hashes) in &due {
-            if !hashes.is_empty() {
-                Arc::make_mut(&mut self.requests.at_mut(place).hashes).extend_from_slice(hashes);
+        for due in &due {
+            let request = self.requests.at_mut(due.place);
+            request.ledger_serial = Some(due.serial);
+            if !due.hashes.is_empty() {
+                Arc::make_mut(&mut request.hashes).extend_from_slice(due.hashes);
             }
-            places.push(place);
+            places.push(due.place);
         }
         self.store_checked(&places, max_blocks, progress, deadline)
     }
+}
+
+/// A request in which a block became full.
+struct Due<'a> {
+    place: usize,
+    request_id: &'a str,
+    num_tokens: usize,
+    /// Those that the request has got in the ledger since its last step.
+    hashes: &'a [BlockHash],
+    /// Its serial number in the ledger.
+    serial: u64,
+}
+
+/// Refuses a request that has other blocks in the ledger since it started over there.
+fn check_serial(request: &RequestState, serial: u64, request_id: &str) -> Result<()> {
+    if request.ledger_serial.is_some_and(|known| known != serial) {
+        return Err(Error::State(format!(
+            "request {request_id:?} has started over in the ledger: restart it in the scheduler, too"
+        )));
+    }
+    Ok(())
 }
 
 /// Those of the ledger's hashes of a request that are not known here.
