@@ -227,6 +227,15 @@ def test_rust_files_form_no_circle() -> None:
     assert circle(graph) == []
 
 
+def test_the_guide_names_each_folder() -> None:
+    """A reader who opens the code finds each folder in the table of CONTRIBUTING.md."""
+    guide = (ROOT / "CONTRIBUTING.md").read_text().split("## Send a change")[0]
+    heads = [*PYTHON.glob("kvstow/*/__init__.py"), *CORE.glob("*/mod.rs")]
+    folders = [head.parent for head in heads] + [file.parent for file in ROOT.glob("rust/*/lib.rs")]
+    names = [f"| `{folder.relative_to(ROOT)}/` |" for folder in sorted(folders)]
+    assert not [name for name in names if name not in guide]
+
+
 def test_use_trees_are_read_whole() -> None:
     found = list(paths_of("super::{self, a::{B, c as d}, super::e::*}"))
     assert found == [

@@ -218,3 +218,19 @@ def test_every_documented_variable_of_the_environment_is_read() -> None:
     read = variables("python", "tests", "rust", "benches", "examples")
     read |= set(VARIABLE.findall((ROOT / "Makefile").read_text()))
     assert pages - read == set()
+
+
+def test_names_of_the_guide_exist() -> None:
+    """A name in code style is somewhere in the code, perhaps after its class or module."""
+    code = (ROOT / "Makefile").read_text()
+    for folder in ("python", "rust", "tests"):
+        code += "\n".join(
+            path.read_text()
+            for path in (ROOT / folder).rglob("*")
+            if path.suffix in {".py", ".pyi", ".rs"}
+        )
+    known = set(re.findall(r"\w+", code))
+    for path, text in GUIDE.items():
+        named = set(re.findall(r"`(?:\w+\.)*(\w*(?:_|[a-z][A-Z])\w*)`", text))
+        assert named - known == set(), path
+        assert len(named) > 20

@@ -29,11 +29,12 @@ from tests.vllm.sharing import (
 )
 
 from kvstow import ConfigError
+from kvstow.tiers.claims import Lack
 from kvstow.tiers.namespace import KEY_PREFIX, NAMESPACE_BYTES
 from kvstow.tiers.resp.nodes import Nodes
 from kvstow.transfer.cuda.kernels import checksum
 from kvstow.vllm.below import shared
-from kvstow.vllm.below.shared import Questions, SharedTier
+from kvstow.vllm.below.shared import SharedTier
 from kvstow.vllm.below.shared_worker import SharedWorker
 from kvstow.vllm.options import Options
 
@@ -114,13 +115,13 @@ def test_the_log_says_at_the_start_that_no_store_answers(
 def test_a_request_asks_once(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = started(), started()
     assert serve(a, "o") == 0
-    asked, ask = [], Questions._ask
+    asked, ask = [], Lack.ask
 
-    def counted(self: Questions, offload: Any, request: Any, *args: Any) -> Any:
-        asked.append(request.request_id)
-        return ask(self, offload, request, *args)
+    def counted(asker: Any, offload: Any, request_id: str, *args: Any) -> Any:
+        asked.append(request_id)
+        return ask(asker, offload, request_id, *args)
 
-    monkeypatch.setattr(Questions, "_ask", counted)
+    monkeypatch.setattr(Lack, "ask", counted)
     for name in "pqr":
         assert serve(a, name) == 0
         assert serve(b, name) == NUM_HIT

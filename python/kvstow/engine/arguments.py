@@ -158,7 +158,7 @@ def check_mover(mover: object) -> None:
     assert callable(mover)
     try:
         inspect.signature(mover).bind("layout", "arena")
-    except ValueError:  # it tells no signature
+    except ValueError:  # it has no signature that Python can read
         return
     except TypeError as error:
         raise ConfigError(

@@ -30,9 +30,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from kvstow._core import OffloadScheduler, StateError
 from kvstow.arguments import check_seconds, checked_int
 from kvstow.engine.blueprint import Blueprint
@@ -40,15 +37,14 @@ from kvstow.engine.disk import Disk
 from kvstow.engine.disk_options import DiskOptions, fingerprints
 from kvstow.engine.request import Request
 from kvstow.engine.state import State
-from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, Question, ask_tier
+from kvstow.tiers.asking import DEFAULT_WAIT_S, Answer, Asker, Key, ask_tier
+from kvstow.tiers.claims import CLAIMS_PER_SLOT, Lack
 from kvstow.tiers.namespace import NAMESPACE_BYTES, salted
 from kvstow.tiers.runner import TierRunner
 from kvstow.tiers.shared import SharedStore, of_shared
 from kvstow.tiers.tier import SharedTier
 from kvstow.transfer import BlockLayout, HostArena
 
-# Claims for each slot of the host, unless the options say how many.
-_CLAIMS_PER_SLOT: Final = 8
 # How often `settle` looks for an answer.
 _LOOK_S: Final = 0.0005
 
@@ -76,21 +72,6 @@ class SharedOptions(DiskOptions):
         if self.index_blocks is not None:
             checked_int("index_blocks", self.index_blocks, 1, 2**31 - 2, "pass blocks, or None")
         check_seconds("ask_timeout_s", self.ask_timeout_s)
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What a request has asked for, and the question, until it is answered."""
-
-    hashes: list[bytes]
-    groups: npt.NDArray[np.int32]
-    parents: list[bytes | None]
-    question: Question
-
-    def found(self) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes | None]]:
-        """Return the blocks that the store has."""
-        at = np.flatnonzero(self.question.found)
-        return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
 
 
 class _First:
@@ -130,11 +111,11 @@ class Shared(Disk):
         self._store = store
         self._num_claims = (
             options.index_blocks
-            or _CLAIMS_PER_SLOT * arenas[0].num_slots // blueprint.blocks_per_slot
+            or CLAIMS_PER_SLOT * arenas[0].num_slots // blueprint.blocks_per_slot
         )
         self._salt = b""
         # What a request has asked for; None once it is answered, or if there was nothing to ask.
-        self._asked: dict[str, tuple[Request, _Asked | None]] = {}
+        self._asked: dict[str, tuple[Request, Lack | None]] = {}
         prints = fingerprints(options, blueprint.groups, layouts, blueprint.blocks_per_slot)
         super().__init__([], prints, options, arenas)
         self._asker = Asker(lambda: _First(self), wait_s=options.ask_timeout_s)
@@ -233,24 +214,15 @@ class Shared(Disk):
             asked = before[1]
         else:
             self._forget_gone(state)
-            asked = self._ask(state.scheduler, request_id, num_local_tokens, max_tokens)
+            asked = Lack.ask(self._asker, state.scheduler, request_id, num_local_tokens, max_tokens)
             self._asked[request_id] = request, asked
         if asked is None:
             return True
         if not asked.question.poll():
             return False
         self._asked[request_id] = request, None
-        state.scheduler.claim(*asked.found())
+        asked.claim(state.scheduler)
         return True
-
-    def _ask(
-        self, scheduler: OffloadScheduler, request_id: str, num_local_tokens: int, max_tokens: int
-    ) -> _Asked | None:
-        hashes, groups, parents = scheduler.unclaimed(request_id, num_local_tokens, max_tokens)
-        if not hashes:
-            return None
-        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
-        return _Asked(hashes, groups, parents, question)
 
     def _forget_gone(self, state: State) -> None:
         """Keep the list of requests that have asked about as short as that of all requests."""

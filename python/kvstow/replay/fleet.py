@@ -24,6 +24,7 @@ from kvstow.engine import Policy
 from kvstow.memory import free_memory
 from kvstow.replay.keys import block_digests
 from kvstow.replay.trace import Trace, TraceRequest
+from kvstow.tiers.claims import CLAIMS_PER_SLOT
 from kvstow.transfer.layout import MAX_BLOCKS
 
 Routing: TypeAlias = Literal["round-robin", "prefix"]
@@ -31,8 +32,6 @@ ROUTINGS: tuple[Routing, ...] = ("round-robin", "prefix")
 
 MAX_SERVERS = 1024
 _NAME = "request"
-# Claims that a server keeps, for each block of its host.
-_CLAIMS_PER_BLOCK = 8
 # What the accounting of a block on the host takes, its claims included.
 _ACCOUNTING_BYTES = 1300
 _MAX_SHARE = 1.25
@@ -109,7 +108,7 @@ class _Server:
     """One server: a host tier, and the index of what the store is known to have."""
 
     def __init__(self, host_blocks: int, policy: Policy, store: SharedBlocks | None) -> None:
-        num_claims = 0 if store is None else _CLAIMS_PER_BLOCK * host_blocks
+        num_claims = 0 if store is None else CLAIMS_PER_SLOT * host_blocks
         # The tier counts blocks, so their number of tokens does not matter.
         self.tier = OffloadScheduler(
             host_blocks,

@@ -83,7 +83,7 @@ class TierTicket:
         self._is_late = False
 
     def announce(self) -> None:
-        """Tell `tickets_made` of this ticket, before its work begins.
+        """Report this ticket to `tickets_made`, before its work begins.
 
         From here on somebody may wait for its end. So a call that raises later ends it, unless its
         work has begun.

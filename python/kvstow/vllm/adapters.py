@@ -126,7 +126,7 @@ def _is_among_others(adapter: LoRARequest, live: Iterable[TrackedRequest]) -> bo
 
 
 def _stamp(adapter: LoRARequest) -> _Stamp:
-    """Return what changes with the weights of an adapter; None if nothing tells."""
+    """Return what changes with the weights of an adapter; None if nothing shows it."""
     path = adapter.lora_path
     try:
         with os.scandir(os.path.expanduser(path)) as entries:  # as vLLM looks for it

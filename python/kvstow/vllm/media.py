@@ -1,6 +1,6 @@
 """The media whose requests may compute other KV under one hash, by the model and its settings.
 
-`tracked.has_ambiguous_hashes` finds requests that are so by what they bring, under any model.
+`tracked.has_ambiguous_hashes` finds requests that do so by what they bring, whatever the model.
 """
 
 from __future__ import annotations

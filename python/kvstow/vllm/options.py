@@ -183,8 +183,9 @@ class Options:
         disk_flush_s: seconds for which an idle server goes on writing blocks that are due, before
             vLLM rests or sleeps. When the server ends, its workers write for as long what only the
             host has, if vLLM lets them (`--shutdown-timeout`).
-        shared: URL of a store that servers of one model share: "redis://HOST:PORT", "rediss://" for
-            TLS, or "mooncake://HOST:PORT". A URL with a password is refused.
+        shared: URL of a store that servers of one model share, such as "redis://HOST:PORT",
+            "rediss://HOST:PORT" for TLS, or "mooncake://HOST:PORT". A URL with a password is
+            refused.
         shared_password_file: a file with the store's password, which each new connection reads
             again. The default is the environment variable KVSTOW_SHARED_PASSWORD. The user is
             KVSTOW_SHARED_USERNAME in both cases.

@@ -1,4 +1,4 @@
-"""When the processes of this server began, as Linux tells.
+"""When the processes of this server began, as `/proc` has it.
 
 ```
 server ------------> engine ------------> worker

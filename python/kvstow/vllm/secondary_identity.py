@@ -39,7 +39,7 @@ def chunks_fingerprint(
     Args:
         spec: what vLLM gives a tier.
         path: the slot file.
-        version_path: the file that names the weights; None if only their own files tell.
+        version_path: the file that names the weights; None if only their own files show them.
     """
     own, config = spec.config, _whole_configuration()
     shape = [

@@ -37,7 +37,7 @@ _FROM_FILES: Final = frozenset(
         "sharded_state",
     )
 )
-# What a loader may be told that changes no weights.
+# Extra settings of a loader that change no weights.
 _HOW_TO_READ: Final = ("enable_multithread_load", "num_threads", "enable_weights_track")
 # The plugins that vLLM loads into the processes of an engine.
 _PLUGIN_GROUPS: Final = ("vllm.general_plugins", "vllm.platform_plugins")
@@ -49,8 +49,8 @@ _OF_STATES: Final = (
     "use_replayssm",
     "replayssm_buffer_len",
 )
-# Settings of a model that its hash has, and that shape no block: what answers show, and sleep. Of
-# those for the generation, `_generation` returns the rest.
+# Settings of a model that its hash has, and that shape no block. `_generation` adds those of the
+# generation that do.
 _OF_NO_BLOCK: Final = (
     "enable_cumem_allocator",
     "enable_nccl_comm_suspend",
@@ -63,8 +63,8 @@ _OF_NO_BLOCK: Final = (
     "sleep_mode_offload_cudagraph",
     "sleep_preserve_parameter_names",
 )
-# What of the settings for the generation only chooses among tokens. Llama 4 scales its queries by
-# another one (`attn_temperature_tuning`).
+# Settings of the generation that only choose among tokens. Llama 4 scales its queries by another
+# one (`attn_temperature_tuning`).
 _OF_SAMPLING: Final = frozenset(
     (
         "frequency_penalty",
@@ -77,7 +77,7 @@ _OF_SAMPLING: Final = frozenset(
         "top_p",
     )
 )
-# The same of images and videos: caches, memory, and ways between processes.
+# Settings of images and videos that change no number: caches, memory, and ways between processes.
 _OF_NO_NUMBERS: Final = (
     "mm_ipc_gpu_memory_gb",
     "mm_processor_cache_gb",
@@ -255,8 +255,8 @@ def _backends(config: VllmConfig) -> list[Any]:
 def _experts(config: VllmConfig) -> list[Any]:
     """Return what decides, beside their names, how many bits the kernels of experts round to.
 
-    vLLM chooses among the kernels that can do what these settings ask for. Some that can keep 16
-    bits of an activation, and others 8.
+    vLLM chooses among the kernels that can do what these settings ask for. Some of them keep 16
+    bits of an activation, others 8.
     """
     if not any(getattr(model, "is_moe", True) for model in models_of(config).values()):
         return []
@@ -354,10 +354,10 @@ def _takes_encodings(config: VllmConfig) -> bool:
 
 def _what_to_read(load: Any) -> Any:
     """Return the extra settings of a loader, without those that change no weights."""
-    told = load.model_loader_extra_config
-    if not isinstance(told, dict):
-        return told
-    return {name: value for name, value in told.items() if name not in _HOW_TO_READ}
+    extra = load.model_loader_extra_config
+    if not isinstance(extra, dict):
+        return extra
+    return {name: value for name, value in extra.items() if name not in _HOW_TO_READ}
 
 
 def _has_parts_elsewhere(model: Any) -> bool:

@@ -47,7 +47,7 @@ _GAUGES: Final = frozenset(key for key, (metric, _) in EXPORTED.items() if metri
 # A server may have several API servers. Each exports the reports that it gets, and one that is slow
 # may export an old value of a gauge after the new one.
 REPEAT_S: Final = 1.0
-# An alert tells by the size that a server had a tier.
+# These stay, because an alert sees by the size that a server had a tier.
 _FALLING: Final = _GAUGES - {"capacity_blocks", "capacity_tokens"}
 
 

@@ -1,9 +1,10 @@
 """Which variables of the environment shape blocks: all that are not known to shape none.
 
-vLLM reads over 300 variables. By some it rounds weights, activations or sums otherwise, chooses
-kernels that do, orders the numbers of a block otherwise, or takes other frames of a video. A later
-version of vLLM may have more of them. So each variable of vLLM's counts if it is set, also to its
-default, because vLLM may prefer a kernel then. Only those count as nothing that are listed here.
+vLLM reads over 300 variables. Some of them let it round weights, activations or sums otherwise,
+choose kernels that do, order the numbers of a block otherwise, or take other frames of a video. A
+later version of vLLM may have more of them. So each variable of vLLM's counts if it is set, except
+those listed here. It counts with the value of its default, too, because vLLM may prefer a kernel
+then.
 """
 
 from __future__ import annotations

@@ -35,15 +35,14 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
 from kvstow import OffloadScheduler
 from kvstow.observability.events import BlockEvent
 from kvstow.tiers import Fingerprint
-from kvstow.tiers.asking import Answer, Asker, Key, Question, ask_tier
+from kvstow.tiers.asking import Answer, Asker, Key, ask_tier
+from kvstow.tiers.claims import CLAIMS_PER_SLOT, Lack
 from kvstow.tiers.namespace import NAMESPACE_BYTES, salted
 from kvstow.tiers.shared import of_shared
 from kvstow.tiers.tier import MODES
@@ -55,33 +54,8 @@ from kvstow.vllm.options import Options
 
 logger = logging.getLogger("vllm." + __name__)
 
-# Claims for each slot of the host, unless `shared_index_blocks` says how many.
-_CLAIMS_PER_SLOT: Final = 8
 # The arena of a client that moves no blocks.
 _NO_BYTES: Final = 4096
-
-
-@dataclass(slots=True)
-class _Asked:
-    """What a request has asked for, and the question.
-
-    Attributes:
-        end: the tokens up to which it has asked.
-        question: None once it is answered, or if there was nothing to ask.
-    """
-
-    end: int
-    hashes: list[bytes]
-    groups: npt.NDArray[np.int32]
-    parents: list[bytes | None]
-    question: Question | None
-
-    def found(
-        self, answer: list[bool]
-    ) -> tuple[list[bytes], npt.NDArray[np.int32], list[bytes | None]]:
-        """Return the blocks that the store has."""
-        at = np.flatnonzero(answer)
-        return [self.hashes[i] for i in at], self.groups[at], [self.parents[i] for i in at]
 
 
 class Questions:
@@ -99,7 +73,9 @@ class Questions:
             ConfigError: an option does not fit, or a library is missing.
         """
         self.salt = self.namespace = b""
-        self._asked: WeakKeyDictionary[Request, _Asked] = WeakKeyDictionary()
+        # The tokens up to which a request has asked, and for what; None once it is answered, or if
+        # there was nothing to ask.
+        self._asked: WeakKeyDictionary[Request, tuple[int, Lack | None]] = WeakKeyDictionary()
         self._client = _Client(self, options)
         self._asker = Asker(lambda: self._client, wait_s=options.shared_ask_timeout_s)
         self._asker.connect()
@@ -138,26 +114,19 @@ class Questions:
         """
         if offload.disk_mode != "on":
             return False
-        asked = self._asked.get(request)
-        if asked is None or asked.end != end:  # a session goes on, or was preempted
-            asked = self._asked[request] = self._ask(offload, request, num_local_tokens, end)
-        if asked.question is None:
+        before = self._asked.get(request)
+        if before is not None and before[0] == end:
+            asked = before[1]
+        else:  # the first time, or a session goes on, or was preempted
+            asked = Lack.ask(self._asker, offload, request.request_id, num_local_tokens, end)
+            self._asked[request] = end, asked
+        if asked is None:
             return False
         if not asked.question.poll():
             return True
-        offload.claim(*asked.found(asked.question.found))
-        self._asked[request] = _nothing(end)
+        asked.claim(offload)
+        self._asked[request] = end, None
         return False
-
-    def _ask(
-        self, offload: OffloadScheduler, request: Request, num_local_tokens: int, end: int
-    ) -> _Asked:
-        name = request.request_id
-        hashes, groups, parents = offload.unclaimed(name, num_local_tokens, end)
-        if not hashes:
-            return _nothing(end)
-        question = self._asker.ask(list(zip(hashes, groups.tolist(), strict=True)))
-        return _Asked(end, hashes, groups, parents, question)
 
     def stats(self) -> dict[str, int]:
         """Return what was asked and answered."""
@@ -203,7 +172,7 @@ class SharedTier(StoreTier):
 
     def num_blocks(self, num_host_blocks: int) -> int:
         """Return the number of blocks that the store may be known to have."""
-        given = self.options.shared_index_blocks or _CLAIMS_PER_SLOT * num_host_blocks
+        given = self.options.shared_index_blocks or CLAIMS_PER_SLOT * num_host_blocks
         return given if self._ranks else 0
 
     def begin(self, offload: OffloadScheduler) -> None:
@@ -277,10 +246,6 @@ def hash_start() -> bytes:
     """Return the start of vLLM's hash chains in this process: 16 bytes or more."""
     start: bytes = kv_cache_utils.NONE_HASH
     return start
-
-
-def _nothing(end: int) -> _Asked:
-    return _Asked(end, [], np.empty(0, np.int32), [], None)
 
 
 def _random() -> bytes:
