@@ -631,6 +631,15 @@ def test_settings_for_the_generation_count_unless_they_only_choose_among_tokens(
         ({"generation_config": "vllm", "override_generation_config": {"min_p": 0.1}}, {}),
         ({"generation_config": "auto", "override_generation_config": given}, rest),
         ({"generation_config": str(tmp_path), "config_format": "auto"}, rest),
+        (
+            {
+                "hf_config_path": str(tmp_path),
+                "generation_config": "auto",
+                "config_format": "auto",
+                "_hf_config_revision": None,
+            },
+            rest,
+        ),
     ):
         found = shaping_module._generation(_configured(**settings))
         found.pop("transformers_version", None)

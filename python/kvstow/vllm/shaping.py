@@ -86,22 +86,33 @@ _OF_NO_NUMBERS: Final = (
     "mm_tensor_ipc",
     "skip_mm_profiling",
 )
-# The packages that decode and resize media. A block's hash has the bytes that a client has sent, or
-# the frames of a video.
+# The packages that decode, resize and encode media. A block's hash has the bytes that a client has
+# sent, or the frames of a video.
 _MEDIA_PACKAGES: Final = (
     "av",
     "decord",
+    "kaldi-native-fbank",
     "librosa",
     "mistral_common",
     "opencv-python",
     "opencv-python-headless",
     "pillow",
+    "pynvvideocodec",
     "scipy",
     "soundfile",
     "soxr",
+    "timm",
     "torchaudio",
     "torchcodec",
     "torchvision",
+)
+# The models whose images or audio a class of Mistral's prepares, by the settings of the tokenizer.
+_PREPARED_BY_TOKENIZER: Final = frozenset(
+    (
+        "PixtralForConditionalGeneration",
+        "VoxtralForConditionalGeneration",
+        "VoxtralRealtimeGeneration",
+    )
 )
 # Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
 _OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
@@ -180,7 +191,8 @@ def takes_media(model: Any) -> bool:
 def _generation(model: Any) -> dict[str, Any]:
     """Return what may shape blocks of the settings for the generation, without the model's own."""
     given = getattr(model, "override_generation_config", None) or {}
-    if getattr(model, "generation_config", "auto") not in ("auto", "vllm"):
+    is_own = getattr(model, "generation_config", "auto") in ("auto", "vllm")
+    if not is_own or getattr(model, "hf_config_path", None) is not None:
         given = {**model.try_get_generation_config(), **given}
     return {name: given[name] for name in sorted(given) if name not in _OF_SAMPLING}
 
@@ -363,10 +375,14 @@ def _what_to_read(load: Any) -> Any:
 def _has_parts_elsewhere(model: Any) -> bool:
     """Whether a model names another repository for a part of it, as Ultravox does.
 
-    The tokenizer is a part of those that read it.
+    The tokenizer is a part of those that read it, and of those whose media it prepares.
     """
     if reads_tokenizer(model) and model.tokenizer != model.model:
         return True
+    if getattr(model, "architecture", None) in _PREPARED_BY_TOKENIZER and takes_media(model):
+        own = (model.model, model.revision)
+        if (model.tokenizer, model.tokenizer_revision) != own:
+            return True
     own = vars(model.hf_config)
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
