@@ -6,6 +6,7 @@ And whether weights or code may come from more than the files of the model.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -291,7 +292,7 @@ def _media(model: Any) -> list[Any]:
     name = "mm_encoder_fp8_scale_path"
     scales = getattr(settings, name, None)
     content = None if scales is None else content_named(name, scales)
-    return [_without(settings, _OF_NO_NUMBERS), content, _media_packages(model)]
+    return [_without(settings, _OF_NO_NUMBERS), content, _media_packages(model), _frontend(model)]
 
 
 def _media_packages(model: Any) -> list[tuple[str, str]]:
@@ -301,6 +302,18 @@ def _media_packages(model: Any) -> list[tuple[str, str]]:
         with suppress(PackageNotFoundError):
             found.append((name, version(name)))
     return found
+
+
+def _frontend(model: Any) -> str:
+    """Return which program of vLLM's in Rust prepares media; empty if Python does.
+
+    It has code of its own for that. Both call an image by the name that a client gives it.
+    """
+    if not takes_media(model) or os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0":
+        return ""
+    name = "VLLM_RUST_FRONTEND_PATH"
+    path = os.environ.get(name, "auto")
+    return hashlib.sha256(content_named(name, path)).hexdigest() if os.path.isfile(path) else path
 
 
 def _plugins() -> set[str]:
