@@ -587,6 +587,27 @@ def test_the_packages_that_decode_images_count_for_models_that_take_them(
     assert repr(media_of(images)) != first[0] and repr(media_of(none)) == first[1]
 
 
+def test_the_program_that_prepares_images_counts_for_models_that_take_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A client may name an image, and then both programs have the same hash of it."""
+    images, none = MultiModalConfig(), MultiModalConfig(language_model_only=True)
+    path = tmp_path / "frontend"
+    settings: list[dict[str, str]] = [
+        {"VLLM_USE_RUST_FRONTEND": "0"},
+        {"VLLM_USE_RUST_FRONTEND": "1"},
+        *({"VLLM_USE_RUST_FRONTEND": "1", "VLLM_RUST_FRONTEND_PATH": str(path)} for _ in range(2)),
+    ]
+    found = []
+    for at, given in enumerate(settings):
+        path.write_text(f"program {at}")
+        for name, value in given.items():
+            monkeypatch.setenv(name, value)
+        found.append((repr(media_of(images)), repr(media_of(none))))
+    of_images, of_none = (set(each) for each in zip(*found, strict=True))
+    assert len(of_images) == 4 and len(of_none) == 1
+
+
 @pytest.mark.parametrize("name", shaping_module._OF_NO_NUMBERS)
 def test_settings_of_images_that_change_no_numbers_do_not_count(name: str) -> None:
     first, second, third = (MultiModalConfig() for _ in range(3))
@@ -631,6 +652,15 @@ def test_settings_for_the_generation_count_unless_they_only_choose_among_tokens(
         ({"generation_config": "vllm", "override_generation_config": {"min_p": 0.1}}, {}),
         ({"generation_config": "auto", "override_generation_config": given}, rest),
         ({"generation_config": str(tmp_path), "config_format": "auto"}, rest),
+        (
+            {
+                "hf_config_path": str(tmp_path),
+                "generation_config": "auto",
+                "config_format": "auto",
+                "_hf_config_revision": None,
+            },
+            rest,
+        ),
     ):
         found = shaping_module._generation(_configured(**settings))
         found.pop("transformers_version", None)

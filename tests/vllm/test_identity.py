@@ -115,6 +115,24 @@ def test_a_model_that_reads_another_tokenizer_is_private(
     assert bool(own.why_private) is (bool(layers) and not is_own)
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "is_private"),
+    [({}, False), ({"tokenizer": "someone/else"}, True), ({"tokenizer_revision": "v2"}, True)],
+)
+@pytest.mark.parametrize("media", [None, SimpleNamespace()], ids=["text", "images"])
+@pytest.mark.parametrize("architecture", ["Llava", "Pixtral", "Voxtral"])
+def test_a_model_whose_media_another_tokenizer_prepares_is_private(
+    cached: Path, architecture: str, media: Any, tokenizer: dict[str, str], *, is_private: bool
+) -> None:
+    """The tokenizer of Mistral says how large an image may be, and vLLM's hashes do not."""
+    name = f"{architecture}ForConditionalGeneration"
+    trust = {"architecture": name, "multimodal_config": media}
+    trust |= {"tokenizer": str(cached), "tokenizer_revision": None} | tokenizer
+    own = identity(str(cached), trust=trust)
+    is_prepared = media is not None and architecture != "Llava"
+    assert bool(own.why_private) is (is_private and is_prepared)
+
+
 @pytest.mark.parametrize("role", ["ec_producer", "ec_consumer", "ec_both"])
 @pytest.mark.parametrize("takes_media", [True, False])
 def test_media_that_another_server_encodes_are_private(

@@ -25,7 +25,7 @@ and what prevents it:
   context parallelism gives to one rank.
 - Other numbers for the same image, or code of the model that vLLM takes from Transformers: its
   version, because its processors turn images into the model's input, and those of the packages that
-  decode and resize images, audio and video.
+  decode, resize and encode images, audio and video.
 - Code of the model from a plugin of vLLM: the names and versions of the packages. From a class of
   workers: its name.
 - Other content of a file that a setting or a variable names: the content.

@@ -6,6 +6,7 @@ And whether weights or code may come from more than the files of the model.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -86,22 +87,33 @@ _OF_NO_NUMBERS: Final = (
     "mm_tensor_ipc",
     "skip_mm_profiling",
 )
-# The packages that decode and resize media. A block's hash has the bytes that a client has sent, or
-# the frames of a video.
+# The packages that decode, resize and encode media. A block's hash has the bytes that a client has
+# sent, or the frames of a video.
 _MEDIA_PACKAGES: Final = (
     "av",
     "decord",
+    "kaldi-native-fbank",
     "librosa",
     "mistral_common",
     "opencv-python",
     "opencv-python-headless",
     "pillow",
+    "pynvvideocodec",
     "scipy",
     "soundfile",
     "soxr",
+    "timm",
     "torchaudio",
     "torchcodec",
     "torchvision",
+)
+# The models whose images or audio a class of Mistral's prepares, by the settings of the tokenizer.
+_PREPARED_BY_TOKENIZER: Final = frozenset(
+    (
+        "PixtralForConditionalGeneration",
+        "VoxtralForConditionalGeneration",
+        "VoxtralRealtimeGeneration",
+    )
 )
 # Settings of vLLM's ranks that say which of them has which experts, and how these get their tokens.
 _OF_EXPERTS: Final = ("enable_expert_parallel", "enable_eplb", "all2all_backend")
@@ -180,7 +192,8 @@ def takes_media(model: Any) -> bool:
 def _generation(model: Any) -> dict[str, Any]:
     """Return what may shape blocks of the settings for the generation, without the model's own."""
     given = getattr(model, "override_generation_config", None) or {}
-    if getattr(model, "generation_config", "auto") not in ("auto", "vllm"):
+    is_own = getattr(model, "generation_config", "auto") in ("auto", "vllm")
+    if not is_own or getattr(model, "hf_config_path", None) is not None:
         given = {**model.try_get_generation_config(), **given}
     return {name: given[name] for name in sorted(given) if name not in _OF_SAMPLING}
 
@@ -279,7 +292,7 @@ def _media(model: Any) -> list[Any]:
     name = "mm_encoder_fp8_scale_path"
     scales = getattr(settings, name, None)
     content = None if scales is None else content_named(name, scales)
-    return [_without(settings, _OF_NO_NUMBERS), content, _media_packages(model)]
+    return [_without(settings, _OF_NO_NUMBERS), content, _media_packages(model), _frontend(model)]
 
 
 def _media_packages(model: Any) -> list[tuple[str, str]]:
@@ -289,6 +302,18 @@ def _media_packages(model: Any) -> list[tuple[str, str]]:
         with suppress(PackageNotFoundError):
             found.append((name, version(name)))
     return found
+
+
+def _frontend(model: Any) -> str:
+    """Return which program of vLLM's in Rust prepares media; empty if Python does.
+
+    It has code of its own for that. Both call an image by the name that a client gives it.
+    """
+    if not takes_media(model) or os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0":
+        return ""
+    name = "VLLM_RUST_FRONTEND_PATH"
+    path = os.environ.get(name, "auto")
+    return hashlib.sha256(content_named(name, path)).hexdigest() if os.path.isfile(path) else path
 
 
 def _plugins() -> set[str]:
@@ -363,10 +388,14 @@ def _what_to_read(load: Any) -> Any:
 def _has_parts_elsewhere(model: Any) -> bool:
     """Whether a model names another repository for a part of it, as Ultravox does.
 
-    The tokenizer is a part of those that read it.
+    The tokenizer is a part of those that read it, and of those whose media it prepares.
     """
     if reads_tokenizer(model) and model.tokenizer != model.model:
         return True
+    if getattr(model, "architecture", None) in _PREPARED_BY_TOKENIZER and takes_media(model):
+        own = (model.model, model.revision)
+        if (model.tokenizer, model.tokenizer_revision) != own:
+            return True
     own = vars(model.hf_config)
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
 
