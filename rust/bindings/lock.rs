@@ -7,7 +7,8 @@
 //!
 //! A forked child has only the thread that forked. It would wait for ever for an object that another
 //! thread held or awaited. So a fork waits until no thread does so without the interpreter lock.
-//! Threads that begin to do so wait for the fork. Those that hold the lock do not run meanwhile.
+//! Threads that begin to do so wait for the fork, but not for ever. Those that hold the lock do not
+//! run meanwhile.
 //!
 //! Threads that wait get the object in the order in which they came. The standard `Mutex` alone
 //! lets a thread that calls in a loop lock again and again before a waiting thread is awake.
@@ -28,9 +29,12 @@ static NUM_DETACHED: AtomicUsize = AtomicUsize::new(0);
 /// Threads that fork, or wait to fork.
 static NUM_FORKING: AtomicUsize = AtomicUsize::new(0);
 const BETWEEN_LOOKS: Duration = Duration::from_micros(100);
+/// A second or more. A thread that forks may wait, in another hook, for a lock of Python's that a
+/// thread which waits for it holds.
+const MOST_LOOKS: usize = 10_000;
 
 thread_local! {
-    /// How often this thread is in [`NUM_DETACHED`] or [`NUM_FORKING`].
+    /// How often this thread is in [`NUM_DETACHED`] or [`NUM_FORKING`], or in [`with`].
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -38,15 +42,18 @@ thread_local! {
 struct Detached;
 
 impl Detached {
-    /// Waits for forks, unless this thread is one that forks wait for, or that forks itself.
+    /// Waits for forks, unless this thread is one that forks wait for, or that forks itself, or
+    /// holds an object. A child would wait for that object for ever.
     fn begin(py: Python<'_>) -> Self {
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
         NUM_DETACHED.fetch_add(1, Ordering::SeqCst);
-        while depth == 0 && NUM_FORKING.load(Ordering::SeqCst) > 0 {
+        let mut num_looks = if depth == 0 { 0 } else { MOST_LOOKS };
+        while num_looks < MOST_LOOKS && NUM_FORKING.load(Ordering::SeqCst) > 0 {
             NUM_DETACHED.fetch_sub(1, Ordering::SeqCst);
             py.detach(|| thread::sleep(BETWEEN_LOOKS));
             NUM_DETACHED.fetch_add(1, Ordering::SeqCst);
+            num_looks += 1;
         }
         Self
     }
@@ -117,6 +124,9 @@ fn unpoisoned<G>(locked: Result<G, PoisonError<G>>) -> G {
 }
 
 /// Locks a core object for short work. Releases the interpreter lock only to wait.
+///
+/// Use [`with`] for work that locks another object. Drop the guard before you make objects of
+/// Python: that may run the garbage collector, and so any code, which may need the object.
 pub(crate) fn lock<T: Send>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
     let wait = |py: Python<'_>| {
         let _detached = Detached::begin(py);
@@ -126,6 +136,15 @@ pub(crate) fn lock<T: Send>(shared: &Mutex<T>) -> MutexGuard<'_, T> {
         guard
     };
     shared.try_lock().unwrap_or_else(|| Python::attach(wait))
+}
+
+/// Locks a core object for a short call, which may lock another one.
+pub(crate) fn with<T: Send, R>(shared: &Mutex<T>, call: impl FnOnce(&mut T) -> R) -> R {
+    let mut object = lock(shared);
+    DEPTH.set(DEPTH.get() + 1);
+    let result = call(&mut object);
+    DEPTH.set(DEPTH.get() - 1);
+    result
 }
 
 /// Calls without the interpreter lock what may lock core objects.
@@ -155,12 +174,16 @@ pub(crate) fn hold_forks(py: Python<'_>) -> PyResult<()> {
         Err(error) if error.is_instance_of::<PyAttributeError>(py) => return Ok(()), // no forks here
         register => register?,
     };
-    let begin = PyCFunction::new_closure(py, None, None, |args, _| {
+    // Python stops daemon threads at its end, wherever they are.
+    let is_ending = py.import("sys")?.getattr("is_finalizing")?.unbind();
+    let begin = PyCFunction::new_closure(py, None, None, move |args, _| -> PyResult<()> {
+        let py = args.py();
         DEPTH.set(DEPTH.get() + 1);
         NUM_FORKING.fetch_add(1, Ordering::SeqCst);
-        while NUM_DETACHED.load(Ordering::SeqCst) > 0 {
-            args.py().detach(|| thread::sleep(BETWEEN_LOOKS));
+        while NUM_DETACHED.load(Ordering::SeqCst) > 0 && !is_ending.call0(py)?.is_truthy(py)? {
+            py.detach(|| thread::sleep(BETWEEN_LOOKS));
         }
+        Ok(())
     })?;
     // Programs that fork from C may call the hooks after a fork only.
     let end = PyCFunction::new_closure(py, None, None, |_, _| {

@@ -14,7 +14,7 @@ use crate::convert::{Count, Int32Array, group_id, ids, named, to_array};
 use crate::error::to_py;
 use crate::event::events_to_py;
 use crate::hashes::hashes;
-use crate::lock::{Mutex, lock, without_interpreter};
+use crate::lock::{self, Mutex, without_interpreter};
 
 /// A pool behind a lock: its own, or that of a ledger.
 pub(crate) trait SharedPool {
@@ -138,7 +138,7 @@ pub(crate) struct BlockPool(Mutex<pool::BlockPool>);
 
 impl SharedPool for BlockPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
-        call(&mut lock(&self.0))
+        lock::with(&self.0, call)
     }
 }
 
@@ -240,7 +240,7 @@ pub(crate) struct LedgerPool(pub(crate) Arc<Mutex<BlockLedger>>);
 
 impl SharedPool for LedgerPool {
     fn with<R>(&self, call: impl FnOnce(&mut pool::BlockPool) -> R) -> R {
-        call(lock(&self.0).pool_mut())
+        lock::with(&self.0, |ledger| call(ledger.pool_mut()))
     }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -187,3 +188,37 @@ def test_threads_that_share_pool_ledger_and_scheduler_never_wait_for_one_another
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     tier.check()
+
+
+@pytest.fixture
+def _collects_often() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("_collects_often")
+@pytest.mark.parametrize("name", ["stats", "disk_stats"])
+def test_garbage_may_use_the_scheduler_that_makes_its_answer(name: str) -> None:
+    """Before Python 3.12, each new object may run the collector, and so the code of garbage."""
+    tier = OffloadScheduler(64, [GROUP])
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            tier.num_resident  # noqa: B018 - a wait for ever without the mend
+
+    def work() -> None:
+        read = getattr(tier, name)
+        kept = []  # a dictionary that goes is used again, and makes no new one
+        for _ in range(1_000):
+            Garbage()
+            kept.append(read())
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()

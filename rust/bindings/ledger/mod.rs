@@ -18,7 +18,7 @@ use crate::error::to_py;
 use crate::group::groups;
 use crate::hash::extra_keys_to_py;
 use crate::hashes::{Hashes, hashes_of_blocks};
-use crate::lock::{Mutex, detached, lock};
+use crate::lock::{self, Mutex, detached, lock};
 use crate::pool::LedgerPool;
 
 use allocation::per_group;
@@ -442,6 +442,6 @@ impl BlockLedger {
 impl BlockLedger {
     /// Locks, and lets `call` read.
     pub(crate) fn with<R>(&self, call: impl FnOnce(&ledger::BlockLedger) -> R) -> R {
-        call(&lock(&self.0))
+        lock::with(&self.0, |ledger| call(ledger))
     }
 }

@@ -279,7 +279,8 @@ impl OffloadScheduler {
     ///     disk_resident_blocks: on the disk.
     ///     demoting_blocks, promoting_blocks: in jobs, late ones included.
     fn disk_stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        disk_stats_dict(py, lock(&self.0).disk_stats())
+        let stats = lock(&self.0).disk_stats();
+        disk_stats_dict(py, stats)
     }
 
     /// Return the disk tier's events since the last call; none without `events=True`.

@@ -285,7 +285,8 @@ impl OffloadScheduler {
     ///     quarantined_jobs, quarantined_blocks: late jobs, and the device blocks that they pin.
     ///     capacity_tokens: prompt tokens that fit if every group keeps all of its blocks.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        stats_dict(py, lock(&self.0).stats())
+        let stats = lock(&self.0).stats();
+        stats_dict(py, stats)
     }
 
     /// Return the events since the last call, oldest first. Empty without `events=True`.
