@@ -1,8 +1,10 @@
-"""`Engine.computed` of a lazy engine is interrupted: no store begins before the compute.
+"""`Engine.computed` is interrupted: no store begins before the compute, and no block is lost.
 
-Blocks that have their keys may be stored. If the engine knew an earlier compute only, it would copy
-them before they are written.
+Blocks of a lazy engine that have their keys may be stored. If the engine knew an earlier compute
+only, it would copy them before they are written.
 """
+
+from functools import partial
 
 import pytest
 from tests.engine.world import DOCUMENT, world
@@ -47,3 +49,21 @@ def test_store_after_an_interrupted_report_waits_for_its_compute(leave: str) -> 
         is_cut_short, has_begun = stores_before_the_compute(leave, line)
         num_stores += is_cut_short and has_begun
     assert num_stores, "no interrupt came when the keys were there"
+
+
+def test_report_that_is_repeated_after_an_interrupt_stores_every_block() -> None:
+    line, is_cut_short = 0, True
+    while is_cut_short:
+        line += 1
+        with world() as it:
+            it.admit("request", DOCUMENT)
+            report = partial(it.engine.computed, ["request"], [len(DOCUMENT)], after=READY)
+            is_cut_short = is_interrupted(report, line)
+            it.compute("request", DOCUMENT)
+            for ticket in it.mover.stores:
+                ticket.land()
+            it.engine.poll()
+            it.engine.finish("request")
+            assert it.engine.ledger.pool.reset()
+            assert it.admit("again", DOCUMENT).num_external_tokens == 12, f"line {line}"
+    assert line > 20, "some lines were interrupted"

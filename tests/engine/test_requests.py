@@ -422,6 +422,14 @@ def test_host_keeps_the_hit_of_one_refused_request_only() -> None:
         assert it.engine.computed(["other"], [24], after=READY) is not None
 
 
+def test_request_is_refused_though_the_one_refused_before_it_has_finished() -> None:
+    with world(num_device_blocks=9) as it:
+        it.admit("other", list(range(50, 70)))
+        assert it.admit("first", [*DOCUMENT, 91]).state is NO_ROOM
+        it.engine.finish("first")
+        assert it.admit("second", list(range(80, 97))).state is NO_ROOM
+
+
 def test_host_keeps_no_hit_of_a_request_that_can_never_have_its_reserve() -> None:
     with world(num_device_blocks=9, num_host_blocks=4) as it:
         it.put_on_the_host(DOCUMENT)

@@ -264,6 +264,18 @@ def test_a_call_without_a_waiting_request_is_left_out(
     assert answer(asker.ask([key(2)])) == [False]
 
 
+def test_a_call_of_before_a_reset_is_left_out(asker: Asker, store: Simulated) -> None:
+    store.is_open = False
+    asker.ask([key(1)])
+    assert store.begun.acquire(timeout=LONG_S)
+    asker.ask([key(2)])
+    asker.reset()
+    after = asker.ask([key(3)])
+    store.allowed.release(2)
+    assert answer(after) == [False]
+    assert store.calls == [[key(1)], [key(3)]], "requests wait for a call that finds nothing"
+
+
 def test_a_failed_store_is_left_alone(
     asker: Asker, store: Simulated, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -440,10 +452,12 @@ def refuse_to_start(_: threading.Thread) -> None:
 
 def test_an_interrupted_question_leaves_its_keys_to_the_next_one() -> None:
     before, line, is_cut_short = threading.active_count(), 0, True
+    askers = []  # kept, because the collection of an asker ends a thread, too
     while is_cut_short:
         line += 1
         store, clock = Simulated({key(1)}), Clock()
         with Asker(lambda store=store: store, clock=clock) as asker:  # type: ignore[misc]
+            askers.append(asker)
             is_cut_short = is_interrupted(
                 lambda asker=asker: asker.ask([key(1)]),  # type: ignore[misc]
                 line,
@@ -468,6 +482,13 @@ def test_memory_is_bounded(
     # The newest answers are kept.
     num_calls = len(store.calls)
     assert asker.ask([key(at) for at in range(940, 1000)]).poll()
+    assert len(store.calls) == num_calls
+    # An answer that is asked for anew is one of the newest.
+    clock.now_s += 1.0
+    answer(asker.ask([key(940)]))
+    answer(asker.ask([key(at) for at in range(1000, 1063)]))
+    num_calls = len(store.calls)
+    assert asker.ask([key(940), key(1062)]).poll()
     assert len(store.calls) == num_calls
 
     long = [key(at) for at in range(2000, 2000 + MAX_KEYS + 10)]

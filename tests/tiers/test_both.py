@@ -178,6 +178,32 @@ def test_get_ends_if_the_tier_is_closed_before_the_file_keeps_its_blocks(
     assert ticket.has_ended
 
 
+def test_file_keeps_nothing_of_a_closed_arena(both: BothTier, store: MemoryStore) -> None:
+    put_into_the_store(both)
+    store.waits = True
+    ticket = begin_get(both)
+    both.arena.close()
+    store.waits = False
+    store.go_on()
+    assert answer(ticket) == [True] * 4
+    assert both.disk.stats().put_blocks == 0
+
+
+def test_get_ends_though_the_file_cannot_keep_its_blocks(both: BothTier) -> None:
+    """Else the scheduler would reserve its host slots for ever."""
+
+    def fail(num_blocks: int) -> int:
+        raise RuntimeError
+
+    put_into_the_store(both)
+    both._may_keep = fail
+    ticket = begin_get(both)
+    with pytest.raises(RuntimeError):
+        ticket.wait(LONG_S)
+    assert answer(ticket) == [True] * 4
+    assert ticket.has_ended
+
+
 def test_late_store_fails_its_own_blocks_only(both: BothTier, store: MemoryStore) -> None:
     assert all(put(both.disk, KEYS[:2], FOUR[:2]))
     put_into_the_store(both)

@@ -306,8 +306,12 @@ def test_a_request_that_shares_only_what_followed_a_block_not_loaded_keeps_no_ke
         third.num_computed_tokens = 200
     third.num_in_flight_tokens = 0
     scheduler.half.build(Step({"c": 1}))
-    own = scheduler.manager.get_blocks("c").blocks[0][8:12]
-    assert len(own) == 4 and not any(block.block_hash for block in own)
+    third.append_output_token_ids(list(range(20)))
+    assert scheduler.manager.allocate_slots(third, 20)
+    own = scheduler.manager.get_blocks("c").blocks[0][8:13]
+    assert own[-1].block_hash, "vLLM gives later blocks their keys"
+    scheduler.half.build(Step({"c": 20}))
+    assert len(own) == 5 and not any(block.block_hash for block in own)
 
 
 def test_blocks_of_a_request_preempted_while_another_connector_loads_lose_their_keys() -> None:
