@@ -40,3 +40,16 @@ fn no_demote_brings_what_the_disk_got_since_the_store() {
     assert_eq!(scheduler.claim(&hashes(&[1]), &[GroupId(0)], &[]).unwrap(), 1);
     assert_eq!(demoted(&mut scheduler), [2]);
 }
+
+#[test]
+fn a_demote_evicts_no_parent_of_its_blocks() {
+    let mut scheduler = open(4, DiskConfig::new(2));
+    store(&mut scheduler, "a", &[1], 1);
+    let job = scheduler.demote(usize::MAX, None).unwrap().unwrap();
+    scheduler.complete(job.job_id, 0, true).unwrap().unwrap();
+    store(&mut scheduler, "b", &[1, 2], 2);
+    // The disk is full, and the parent is its least recent block.
+    assert_eq!(scheduler.claim(&hashes(&[9]), &[GroupId(0)], &[]).unwrap(), 1);
+    assert_eq!(demoted(&mut scheduler), [2]);
+    assert_eq!(scheduler.claim(&hashes(&[1]), &[GroupId(0)], &[]).unwrap(), 0, "it is there");
+}
