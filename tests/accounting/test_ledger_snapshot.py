@@ -133,6 +133,21 @@ def test_a_forged_snapshot_is_refused(what: str) -> None:
         ledger.restore(bytes, block_ids=block_ids)
 
 
+@pytest.mark.parametrize("part", [6, 7], ids=["tokens", "extra keys"])
+def test_a_forged_snapshot_whose_tokens_do_not_match_its_hashes_is_refused(part: int) -> None:
+    ledger = BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True)
+    ledger.add("a", NAMES[:2], tokens=list(range(8)), extra_keys=[["x"], None])
+    fields = opened(ledger.snapshot())
+    if part == 6:
+        request(fields, 0)[part].pop()
+    else:
+        request(fields, 0)[part].append(None)
+    with pytest.raises(SnapshotError):
+        BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True).restore(
+            sealed(ledger.snapshot(), fields)
+        )
+
+
 @pytest.mark.parametrize("make", [BlockLedger, OffloadScheduler])
 def test_a_snapshot_of_other_groups_is_refused_and_named_as_python_writes_them(
     make: type[BlockLedger | OffloadScheduler],
