@@ -29,7 +29,7 @@ def new_ledger() -> BlockLedger:
 
 
 def snapshot() -> bytes:
-    """One request that runs, one that shares its first two blocks, one that loads."""
+    """One request runs, one shares its first two blocks, one loads, one has no full block."""
     ledger = new_ledger()
     ledger.add("a", NAMES[:5])
     ledger.allocate("a", 22)
@@ -37,6 +37,8 @@ def snapshot() -> bytes:
     ledger.allocate("b", 3, hit=ledger.lookup("b", 8))
     ledger.add("c", NAMES[5:])
     ledger.allocate("c", 0, num_external_tokens=8, delay_caching=True)
+    ledger.add("d", [])
+    ledger.allocate("d", 3)
     return ledger.snapshot()
 
 
@@ -61,17 +63,24 @@ def forge(what: Callable[[Any], Any], key: int, value: object) -> Forge:
     return change
 
 
-def shorter_hash(fields: Any) -> None:
-    request(fields, 0)[1] = request(fields, 0)[1][:8] + b"x" * 24 + request(fields, 0)[1][32:]
+def wider_hash(at: int) -> Forge:
+    def change(fields: Any) -> None:
+        request(fields, at)[1] = (
+            request(fields, at)[1][:8] + b"x" * 24 + request(fields, at)[1][32:]
+        )
+
+    return change
 
 
 FORGERIES: dict[str, Forge] = {
     "as many requests as wrap": forge(lambda f: f, 2, 2**64 - 1),
-    "a request that was never added": forge(lambda f: request(f, 0), 0, 3),
+    "a request that was never added": forge(lambda f: request(f, 0), 0, 4),
     "two requests of one number": forge(lambda f: request(f, 0), 0, 1),
+    "two requests of one name": forge(lambda f: f[3][1], 0, "a"),
     "no width, but hashes": forge(lambda f: f, 1, 0),
     "a width that no hash has": forge(lambda f: f, 1, 33),
-    "a hash beyond its width": shorter_hash,
+    "a hash beyond its width": wider_hash(0),
+    "a hash beyond its width of no published block": wider_hash(2),
     "a hash that is cut off": forge(lambda f: request(f, 0), 1, b"x" * 31),
     "more tokens granted than slots": forge(lambda f: request(f, 0), 3, 25),
     "tokens beyond counting": forge(lambda f: request(f, 0), 3, 2**64 - 1),
@@ -83,6 +92,7 @@ FORGERIES: dict[str, Forge] = {
     "a block twice in a table": lambda f: table(f, 0)[0].__setitem__(5, table(f, 0)[0][4]),
     "a block at two positions": lambda f: table(f, 1)[0].__setitem__(2, table(f, 0)[0][5]),
     "a block in two groups": lambda f: table(f, 0)[0].__setitem__(5, table(f, 0, 1)[0][5]),
+    "a block that two requests write": lambda f: table(f, 3)[0].__setitem__(0, table(f, 2)[0][0]),
     "blocks skipped that are read": forge(lambda f: table(f, 0, 1), 1, 5),
     "more published than there are": forge(lambda f: table(f, 0), 2, 7),
     "more published than hashed": forge(lambda f: table(f, 0), 2, 6),
@@ -91,7 +101,10 @@ FORGERIES: dict[str, Forge] = {
     "a key of a block in no table": lambda f: f[4][0].__setitem__(0, 31),
     "a key of another group": lambda f: f[4][0][1].__setitem__(1, 1),
     "a key of no group": lambda f: f[4][0][1].__setitem__(1, 60_000),
-    "a key that its position does not have": lambda f: f[4][0][1].__setitem__(0, b"y" * 32),
+    "a key beyond its width": lambda f: f[4][0][1].__setitem__(0, b"y" * 32),
+    "a key that its position does not have": lambda f: f[4][0][1].__setitem__(
+        0, NAMES[7].ljust(32, b"\0")
+    ),
     "two keys of one block": lambda f: f[4].append(copy.deepcopy(f[4][0])),
     "another order of publication": forge(lambda f: f, 5, 1),
 }
@@ -118,6 +131,21 @@ def test_a_forged_snapshot_is_refused(what: str) -> None:
             ledger.restore(sealed(bytes, fields), block_ids=block_ids)
         assert ledger.num_requests == 0
         ledger.restore(bytes, block_ids=block_ids)
+
+
+@pytest.mark.parametrize("part", [6, 7], ids=["tokens", "extra keys"])
+def test_a_forged_snapshot_whose_tokens_do_not_match_its_hashes_is_refused(part: int) -> None:
+    ledger = BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True)
+    ledger.add("a", NAMES[:2], tokens=list(range(8)), extra_keys=[["x"], None])
+    fields = opened(ledger.snapshot())
+    if part == 6:
+        request(fields, 0)[part].pop()
+    else:
+        request(fields, 0)[part].append(None)
+    with pytest.raises(SnapshotError):
+        BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True).restore(
+            sealed(ledger.snapshot(), fields)
+        )
 
 
 @pytest.mark.parametrize("make", [BlockLedger, OffloadScheduler])

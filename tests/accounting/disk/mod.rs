@@ -4,6 +4,7 @@
 //! begins a new one, as if the weights had changed.
 
 mod claims;
+mod demotes;
 mod lru;
 mod plans;
 mod world;

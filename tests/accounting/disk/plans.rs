@@ -92,6 +92,18 @@ fn two_requests_share_one_promote() {
 }
 
 #[test]
+fn a_key_that_a_prompt_names_twice_is_promoted_once() {
+    let names = [1, 2, 1];
+    let mut scheduler = warm(8, &names[..2], DiskConfig::new(8));
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let job = scheduler.promote(usize::MAX, None).unwrap().unwrap();
+    assert_eq!(names_of(&job), [1, 2]);
+    scheduler.complete(job.job_id, 0, true).unwrap();
+    assert_eq!(ask(&mut scheduler, "a", &names), Some(3));
+    assert_eq!(scheduler.used_slots().count(), 2);
+}
+
+#[test]
 fn a_large_want_is_served_in_parts_from_its_first_block() {
     let names = [1, 2, 3, 4, 5];
     let disk = DiskConfig { max_in_flight_blocks: 2, ..DiskConfig::new(8) };
@@ -212,6 +224,34 @@ fn a_late_promote_holds_up_no_lookup_and_never_counts() {
     assert_eq!(ask(&mut scheduler, "b", &names), Some(0));
     assert_eq!(scheduler.used_slots().count(), 0);
     assert_eq!(scheduler.disk_stats().disk_resident_blocks, 0);
+}
+
+#[test]
+fn a_late_promote_keeps_no_block_from_being_stored_again() {
+    let names = [1, 2];
+    let mut scheduler = warm(4, &names, DiskConfig::new(4));
+    assert_eq!(ask(&mut scheduler, "a", &names), None);
+    let job = scheduler.promote(usize::MAX, Some(1.0)).unwrap().unwrap();
+    assert_eq!(scheduler.expire(2.0).unwrap(), [job.job_id]);
+    store(&mut scheduler, "b", &names, 1);
+    assert_eq!(ask(&mut scheduler, "a", &names), Some(2), "the recomputed blocks are on the host");
+    scheduler.complete(job.job_id, 0, false).unwrap().unwrap();
+    assert_eq!(ask(&mut scheduler, "a", &names), Some(2), "the late end drops none of them");
+}
+
+#[test]
+fn no_request_waits_for_a_disk_block_that_a_store_brings_to_the_host() {
+    let names = [1, 2];
+    let mut scheduler = warm(4, &names, DiskConfig::new(4));
+    scheduler.add("a", &hashes(&names)).unwrap();
+    let new_blocks: [&[BlockId]; 1] = [&[BlockId(1), BlockId(2)]];
+    let progress =
+        Progress { request_id: "a", num_computed_tokens: 2 * BLOCK_SIZE, new_blocks: &new_blocks };
+    let job = scheduler.store(std::iter::once(progress), None).unwrap().unwrap();
+    assert_eq!(ask(&mut scheduler, "b", &names), Some(0));
+    assert_eq!(scheduler.promote(usize::MAX, None).unwrap(), None);
+    scheduler.complete(job.job_id, 0, true).unwrap().unwrap();
+    assert_eq!(ask(&mut scheduler, "b", &names), Some(2));
 }
 
 #[test]
