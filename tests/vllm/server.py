@@ -95,15 +95,20 @@ def served(
 
 
 def end(process: Process, log: Path) -> int:
-    """End a server by SIGTERM, and return its status. If it hangs, its processes say where."""
+    """End a server by SIGTERM, and return its status."""
     process.send_signal(signal.SIGTERM)
+    return wait_for_end(process, log, END_S)
+
+
+def wait_for_end(process: Process, log: Path, limit_s: float) -> int:
+    """Return the status with which a process ends. If it hangs, its processes say where."""
     try:
-        status = process.wait(END_S)
+        status = process.wait(limit_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)  # upon which faulthandler writes all stacks
         process.wait()
         _wait_until_gone(process.pid, log)
-        raise AssertionError(f"the server does not end:\n{_tail(log, 30_000)}") from None
+        raise AssertionError(f"it does not end:\n{_tail(log, 30_000)}") from None
     _wait_until_gone(process.pid, log)
     return status
 

@@ -38,6 +38,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and those of wh
 
 NUM_BLOCKS = NUM_HIT // BLOCK_SIZE
 ASK_S, PROMOTE_S = 0.5, 2.0
+# Where no store fails, a request of a busy machine may wait long for blocks that must come.
+PATIENT = {"shared_ask_timeout_s": 20, "promote_timeout_s": 60, "shared_timeout_s": 60}
 # A request that waits for a store that is gone may take this much longer than without a store.
 PATIENCE_S = 20.0
 # Room on the host for two prompts, so that a server reads the others from the store again.
@@ -131,7 +133,7 @@ def test_what_one_server_computed_the_others_load(
 ) -> None:
     """The last server joins when all is computed. In CI it is the second."""
     asked = prompts(2 + len(DAMAGE))
-    with fleet(folder, tmp_path, store.url, 2 if IS_FULL else 1) as servers:
+    with fleet(folder, tmp_path, store.url, 2 if IS_FULL else 1, **PATIENT) as servers:
         redis = redis_of(store)
         expected, known, written = [], set[bytes](), []
         for prompt in asked:
@@ -142,7 +144,7 @@ def test_what_one_server_computed_the_others_load(
         if IS_FULL:
             assert servers.hits(1, asked[-1], expected[-1]) == NUM_HIT
             servers.servers.pop().kill()
-        with server(folder, tmp_path / "later", options(store.url)) as later:
+        with server(folder, tmp_path / "later", options(store.url, **PATIENT)) as later:
             servers.servers.append(later)
             assert servers.hits(1, asked[0], expected[0]) == NUM_HIT
             later.wait_for(HITS, NUM_HIT)

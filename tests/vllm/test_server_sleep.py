@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.vllm import models
 from tests.vllm.forking import IS_FULL
-from tests.vllm.server import START_S, start
+from tests.vllm.server import START_S, start, wait_for_end
 from tests.vllm.servers import TOLERANCE
 from tests.vllm.setting import SERVED
 
@@ -25,8 +25,7 @@ def test_an_engine_in_another_process_sleeps(tmp_path: Path, mode: str) -> None:
     log, events = tmp_path / "log", tmp_path / "events.jsonl"
     arguments = [str(model), str(events), mode]
     process = start("tests.vllm.sleeper", arguments, os.environ | SERVED, log)
-    status = process.wait(START_S)
-    assert status == 0, log.read_text()[-4000:]
+    assert wait_for_end(process, log, START_S) == 0, log.read_text()[-4000:]
     (line,) = [line for line in log.read_text().splitlines() if line.startswith('{"expected"')]
     printed = json.loads(line)
     assert printed["loads"] >= 2 * len(printed["expected"])
