@@ -141,6 +141,7 @@ OTHERS: dict[str, Change] = {
     "dtype of the KV": of("config.cache_config.cache_dtype", "fp8"),
     "layers whose KV keeps the dtype": of("config.cache_config.kv_cache_dtype_skip_layers", ["0"]),
     "class of the workers": of("config.parallel_config.worker_cls", "acme.Worker"),
+    "class that extends them": of("config.parallel_config.worker_extension_cls", "acme.Trainer"),
     "hash algorithm": of("config.cache_config.prefix_caching_hash_algo", "xxhash"),
     "tokens of a hash": of("config.cache_config.hash_block_size", 8),
     "configuration of the model": of("config.model_config.hf_config", _Json(layers=3)),
@@ -343,6 +344,7 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
 
     assert {*shaping_module._OF_STATES, "kv_cache_dtype_skip_layers"} <= settings(CacheConfig)
     of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size", "worker_cls"}
+    of_ranks.add("worker_extension_cls")
     assert of_ranks <= settings(ParallelConfig)
     assert {"mamba_config", "additional_config", "lora_config"} <= settings(VllmConfig)
     assert isinstance(ModelConfig.is_moe, property)

@@ -57,6 +57,7 @@ def identity(model: str, **more: Any) -> Identity:
         "load_config": SimpleNamespace(**load | more.pop("load", {})),
         "model_config": SimpleNamespace(model=model, revision=None, hf_config=hf_config, **own),
         "speculative_config": None,
+        "parallel_config": SimpleNamespace(worker_extension_cls=""),
     } | more
     options = Options(
         cpu_bytes_to_use=1 << 20,
@@ -100,8 +101,11 @@ def test_weights_that_are_read_in_another_way_are_not_private(
     assert not identity(str(cached), load=load).why_private
 
 
-def test_weights_that_a_trainer_sends_are_private(cached: Path) -> None:
+def test_weights_that_a_trainer_may_send_are_private(cached: Path) -> None:
     assert identity(str(cached), weight_transfer_config=object()).why_private
+    extended = SimpleNamespace(worker_extension_cls="acme.TakesWeights")
+    assert identity(str(cached), parallel_config=extended).why_private
+    assert not identity(str(cached)).why_private
 
 
 @pytest.mark.parametrize("layers", [[], [1]])

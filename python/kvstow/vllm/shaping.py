@@ -141,7 +141,11 @@ def shaping(config: VllmConfig) -> dict[str, str | int]:
         "transformers": transformers_version,
         "plugins": ", ".join(sorted(_plugins())),
         # A class of the user's may build another model, or load other weights.
-        "worker": str(getattr(parallel, "worker_cls", None)),
+        "worker": ", ".join(
+            str(each)
+            for name in ("worker_cls", "worker_extension_cls")
+            if (each := getattr(parallel, name, None))
+        ),
         "model": digest_of(
             [
                 (
@@ -360,6 +364,9 @@ def why_weights_are_unknown(config: VllmConfig) -> str:
             config.model_config, "model_weights", None
         ),
         "a trainer may send it other weights": getattr(config, "weight_transfer_config", None),
+        "a class of yours may give it other weights (--worker-extension-cls)": getattr(
+            config.parallel_config, "worker_extension_cls", None
+        ),
         "a part of it comes from another repository": any(
             _has_parts_elsewhere(model) for model in models_of(config).values()
         ),
