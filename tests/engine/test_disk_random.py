@@ -186,5 +186,5 @@ def test_random_life_detects_a_disk_that_checks_nothing(
     monkeypatch.setattr("tests.tiers.faults.READ_FAULTS", ("flip", "other block"))
     monkeypatch.setattr("tests.tiers.faults.WRITE_FAULTS", ("lose", "tear", "elsewhere"))
     with pytest.raises(AssertionError, match="that is not its own"):
-        for seed in range(30):
+        for seed in range(300):  # one in five to ten lives reads a wrong block
             live(seed, tmp_path / str(seed), 0.2, monkeypatch)
