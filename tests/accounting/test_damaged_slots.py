@@ -105,6 +105,23 @@ def test_running_request_stores_its_damaged_block_again() -> None:
     assert found(tier) == 3
 
 
+def test_local_block_that_the_tier_has_lost_is_stored_by_its_next_reader() -> None:
+    """A load that reports its blocks knows only of those that it loads that the tier has them."""
+    tier = filled()
+    tier.finish("writer")
+    tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
+    tier.add("local", prompt(1, 3))
+    assert tier.lookup("local", BLOCK, ALL) == 2 * BLOCK
+    load = tier.load("local", 2 * BLOCK, [[51, 52]], local_ids=[[50]])
+    tier.complete(load.job_id)
+    job = store(tier, "local", [], num_known=3)
+    assert job is not None
+    assert job.block_ids.tolist() == [50]
+    tier.complete(job.job_id)
+    tier.check()
+    assert found(tier) == 3
+
+
 def test_load_refuses_blocks_that_went_with_a_failed_store() -> None:
     """A store of the damaged block adopts the blocks after it. If it fails, they go with it."""
     tier = filled()
