@@ -12,6 +12,7 @@ from kvstow import (
     FullAttention,
     Job,
     OffloadScheduler,
+    OutOfBlocks,
     SlidingWindow,
     StateError,
 )
@@ -311,6 +312,33 @@ def sleeping() -> tuple[OffloadScheduler, BlockLedger]:
     tier = filled()
     assert len(tier.hold_image(ledger)) == 0
     return tier, ledger
+
+
+def test_tier_with_a_store_in_flight_holds_no_image() -> None:
+    tier = OffloadScheduler(8, [GROUP])
+    tier.add("writer", prompt(1, 3))
+    job = store(tier, "writer", [1, 2, 3])
+    assert job is not None
+    with pytest.raises(StateError, match="1 jobs are in flight"):
+        tier.hold_image(BlockLedger(16, [GROUP]))
+    tier.complete(job.job_id)
+    assert len(tier.hold_image(BlockLedger(16, [GROUP]))) == 0
+
+
+def test_image_without_room_takes_no_slot_from_a_lookup() -> None:
+    tier = filled(3)
+    tier.finish("writer")
+    tier.add("reader", prompt(1, 3))
+    assert tier.lookup("reader", 0, ALL) == 3 * BLOCK
+    ledger = BlockLedger(16, [GROUP])
+    ledger.add("sleeper", prompt(2, 4))
+    ledger.allocate("sleeper", 4 * BLOCK)
+    with pytest.raises(OutOfBlocks):
+        tier.hold_image(ledger)
+    tier.check()
+    tier.add("other", prompt(3, 3))
+    assert store(tier, "other", [7, 8, 9]) is None
+    assert len(tier.load("reader", 3 * BLOCK, [[10, 11, 12]])) == 3
 
 
 def test_image_with_a_damaged_slot_is_refused() -> None:

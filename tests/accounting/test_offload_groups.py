@@ -69,6 +69,17 @@ def test_shorter_load_is_refused_where_the_host_lacks_its_window() -> None:
     scheduler.check()
 
 
+def test_key_that_a_window_lists_twice_is_stored_once() -> None:
+    scheduler = OffloadScheduler(4, [WINDOW])
+    scheduler.add("a", [b"a" * 8] * 2)
+    store = some(scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2]))
+    assert store.block_ids.tolist() == [1]
+    scheduler.check()
+    assert some(scheduler.complete(store.job_id)).ok
+    assert scheduler.num_resident == 1
+    scheduler.check()
+
+
 def test_null_blocks_are_never_stored() -> None:
     scheduler = OffloadScheduler(16, [GROUP, WINDOW])
     scheduler.add("a", hashes("abcd"))
