@@ -345,6 +345,35 @@ fn a_hit_is_refused_once_stale_or_foreign() {
 }
 
 #[test]
+fn an_edited_hit_is_refused() {
+    let groups = vec![Group::new(Attention::Full, BLOCK_SIZE).unwrap()];
+    let mut ledger = BlockLedger::new(8, groups, None, false).unwrap();
+    ledger.add("first", &hashes(&[1, 2, 3]), Context::default()).unwrap();
+    let new = AllocateArgs { num_new_tokens: 3 * BLOCK_SIZE, ..AllocateArgs::default() };
+    ledger.allocate("first", &new).unwrap().unwrap();
+    let table = ledger.block_table("first", 0).unwrap().to_vec();
+    ledger.add("second", &hashes(&[1, 2]), Context::default()).unwrap();
+    let found = ledger.lookup("second", usize::MAX).unwrap();
+    let before = format!("{ledger:?}");
+    for (num_tokens, blocks, why) in [
+        (3 * BLOCK_SIZE, table.clone(), "more tokens than the request has hashes for"),
+        (BLOCK_SIZE, table[..2].to_vec(), "fewer tokens than blocks"),
+        (BLOCK_SIZE + 1, table[..1].to_vec(), "a part of a block"),
+        (2 * BLOCK_SIZE, vec![table[0], BlockId(8)], "a block outside the pool"),
+        (2 * BLOCK_SIZE, vec![table[0], BlockId::NULL], "a null block"),
+        (2 * BLOCK_SIZE, vec![table[1], table[0]], "blocks of other places"),
+    ] {
+        let mut hit = found.clone();
+        (hit.num_tokens, hit.blocks) = (num_tokens, vec![blocks]);
+        let with_hit = AllocateArgs { hit: Some(&hit), ..AllocateArgs::default() };
+        assert!(ledger.allocate("second", &with_hit).is_err(), "{why}");
+        assert_eq!(format!("{ledger:?}"), before);
+    }
+    let with_hit = AllocateArgs { hit: Some(&found), ..AllocateArgs::default() };
+    ledger.allocate("second", &with_hit).unwrap().unwrap();
+}
+
+#[test]
 fn events_tell_tokens_and_parents() {
     use kvstow_core::event::Event;
     use kvstow_core::hash::ExtraKey;

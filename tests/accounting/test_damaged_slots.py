@@ -12,6 +12,7 @@ from kvstow import (
     FullAttention,
     Job,
     OffloadScheduler,
+    OutOfBlocks,
     SlidingWindow,
     StateError,
 )
@@ -100,6 +101,23 @@ def test_running_request_stores_its_damaged_block_again() -> None:
     job = store(tier, "writer", [], num_known=3)
     assert job is not None
     assert job.block_ids.tolist() == [1]
+    tier.complete(job.job_id)
+    tier.check()
+    assert found(tier) == 3
+
+
+def test_local_block_that_the_tier_has_lost_is_stored_by_its_next_reader() -> None:
+    """A load that reports its blocks knows only of those that it loads that the tier has them."""
+    tier = filled()
+    tier.finish("writer")
+    tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
+    tier.add("local", prompt(1, 3))
+    assert tier.lookup("local", BLOCK, ALL) == 2 * BLOCK
+    load = tier.load("local", 2 * BLOCK, [[51, 52]], local_ids=[[50]])
+    tier.complete(load.job_id)
+    job = store(tier, "local", [], num_known=3)
+    assert job is not None
+    assert job.block_ids.tolist() == [50]
     tier.complete(job.job_id)
     tier.check()
     assert found(tier) == 3
@@ -294,6 +312,33 @@ def sleeping() -> tuple[OffloadScheduler, BlockLedger]:
     tier = filled()
     assert len(tier.hold_image(ledger)) == 0
     return tier, ledger
+
+
+def test_tier_with_a_store_in_flight_holds_no_image() -> None:
+    tier = OffloadScheduler(8, [GROUP])
+    tier.add("writer", prompt(1, 3))
+    job = store(tier, "writer", [1, 2, 3])
+    assert job is not None
+    with pytest.raises(StateError, match="1 jobs are in flight"):
+        tier.hold_image(BlockLedger(16, [GROUP]))
+    tier.complete(job.job_id)
+    assert len(tier.hold_image(BlockLedger(16, [GROUP]))) == 0
+
+
+def test_image_without_room_takes_no_slot_from_a_lookup() -> None:
+    tier = filled(3)
+    tier.finish("writer")
+    tier.add("reader", prompt(1, 3))
+    assert tier.lookup("reader", 0, ALL) == 3 * BLOCK
+    ledger = BlockLedger(16, [GROUP])
+    ledger.add("sleeper", prompt(2, 4))
+    ledger.allocate("sleeper", 4 * BLOCK)
+    with pytest.raises(OutOfBlocks):
+        tier.hold_image(ledger)
+    tier.check()
+    tier.add("other", prompt(3, 3))
+    assert store(tier, "other", [7, 8, 9]) is None
+    assert len(tier.load("reader", 3 * BLOCK, [[10, 11, 12]])) == 3
 
 
 def test_image_with_a_damaged_slot_is_refused() -> None:

@@ -226,6 +226,22 @@ def test_free_names_requests_that_hit_uncomputed_blocks() -> None:
     assert ledger.free("hits one") == []
 
 
+def test_hit_blocks_that_a_copy_pins_take_no_room() -> None:
+    """A pinned block is not free, so the pool has as many free blocks after the hit."""
+    ledger = ledger_of(6)
+    names = publish(ledger, "a", 2)
+    table = ledger.block_table("a")
+    ledger.free("a")
+    ledger.pool.pin(table)
+    assert ledger.pool.num_free == 3
+    ledger.add("b", names)
+    hit = ledger.lookup("b", 2 * BLOCK_SIZE)
+    assert ledger.allocate("b", 3 * BLOCK_SIZE, hit=hit) is not None
+    assert ledger.pool.num_free == 0
+    ledger.pool.unpin(table)
+    ledger.check()
+
+
 def test_computed_blocks_are_published_step_by_step() -> None:
     ledger = BlockLedger(16, [FullAttention(BLOCK_SIZE)], publish="computed")
     names, _ = chain(1, 0, 4)

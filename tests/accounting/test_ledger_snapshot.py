@@ -11,6 +11,7 @@ from tests.accounting.forging import opened, sealed
 
 from kvstow import (
     BlockLedger,
+    BlockStored,
     ChunkedLocal,
     FullAttention,
     OffloadScheduler,
@@ -117,6 +118,36 @@ def test_an_unchanged_snapshot_is_restored() -> None:
         ledger.restore(sealed(bytes, opened(bytes)), block_ids=block_ids)
         ledger.check()
         assert ledger.num_granted_tokens("a") == 22
+
+
+def test_a_snapshot_leaves_out_cached_blocks_that_no_request_holds() -> None:
+    slept = new_ledger()
+    for id in ("gone", "stays"):
+        slept.add(id, NAMES[:2] if id == "gone" else NAMES[4:6])
+        assert slept.allocate(id, 8) is not None
+    slept.free("gone")
+    assert slept.pool.num_cached == 8
+    ledger = new_ledger()
+    ledger.restore(slept.snapshot())
+    ledger.check()
+    assert ledger.pool.num_cached == 4
+    for id, num_tokens in (("again", 0), ("shares", 8)):
+        ledger.add(id, NAMES[:2] if id == "again" else NAMES[4:6])
+        assert ledger.lookup(id, 2**40).num_tokens == num_tokens
+
+
+def test_a_request_whose_snapshot_has_more_tokens_than_hashes_extends_from_its_hashes() -> None:
+    made = BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True)
+    made.add("a", NAMES[:1], tokens=list(range(4)))
+    fields = opened(made.snapshot())
+    request(fields, 0)[6].extend([100, 101, 102])
+    ledger = BlockLedger(NUM_BLOCKS, [FullAttention(4)], events=True)
+    ledger.restore(sealed(made.snapshot(), fields))
+    ledger.extend("a", NAMES[1:2], tokens=list(range(4, 8)))
+    ledger.allocate("a", 8)
+    (stored,) = ledger.pool.take_events()
+    assert isinstance(stored, BlockStored)
+    assert list(stored.token_ids or []) == list(range(8))
 
 
 @pytest.mark.parametrize("what", FORGERIES)

@@ -12,6 +12,7 @@ from kvstow import (
     InvalidBlock,
     OffloadScheduler,
     SlidingWindow,
+    StateError,
     StateSpace,
 )
 
@@ -36,6 +37,46 @@ def test_load_of_a_window_takes_only_the_blocks_that_are_read() -> None:
     assert load.offsets.tolist() == [0, 4, 6]
     slot_of = dict(zip(store.block_ids.tolist(), store.host_slots.tolist(), strict=True))
     assert load.host_slots.tolist() == [slot_of[id] for id in (1, 2, 3, 4, 7, 8)]
+    scheduler.check()
+
+
+def test_lookup_needs_no_local_block_of_a_window_on_the_host() -> None:
+    """Also where a later block is missing, so that the hit ends before it."""
+    scheduler = OffloadScheduler(16, [SlidingWindow(BLOCK_SIZE, 3 * BLOCK_SIZE)])
+    scheduler.add("a", hashes("abcd"))
+    store = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [0, 0, 3, 0], [0, 4]))
+    assert store.block_ids.tolist() == [3]
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("abcd"))
+    assert scheduler.lookup("b", 2 * BLOCK_SIZE, ALL) == BLOCK_SIZE
+    assert scheduler.lookup("b", BLOCK_SIZE, ALL) == 0
+    scheduler.check()
+
+
+def test_shorter_load_is_refused_where_the_host_lacks_its_window() -> None:
+    """Its window begins before the one that lookup held."""
+    scheduler = OffloadScheduler(16, [WINDOW])
+    scheduler.add("a", hashes("abcd"))
+    store = some(scheduler.store(["a"], [4 * BLOCK_SIZE], [0, 0, 3, 4], [0, 4]))
+    scheduler.complete(store.job_id)
+    scheduler.add("b", hashes("abcd"))
+    assert scheduler.lookup("b", 0, ALL) == 4 * BLOCK_SIZE
+    for num_blocks in (2, 3):
+        with pytest.raises(StateError, match="not on the host in group 0"):
+            scheduler.load("b", num_blocks * BLOCK_SIZE, [[11, 12]])
+    load = scheduler.load("b", 4 * BLOCK_SIZE, [[11, 12]])
+    assert load.host_slots.tolist() == store.host_slots.tolist()
+    scheduler.check()
+
+
+def test_key_that_a_window_lists_twice_is_stored_once() -> None:
+    scheduler = OffloadScheduler(4, [WINDOW])
+    scheduler.add("a", [b"a" * 8] * 2)
+    store = some(scheduler.store(["a"], [2 * BLOCK_SIZE], [1, 2], [0, 2]))
+    assert store.block_ids.tolist() == [1]
+    scheduler.check()
+    assert some(scheduler.complete(store.job_id)).ok
+    assert scheduler.num_resident == 1
     scheduler.check()
 
 

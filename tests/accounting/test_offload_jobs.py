@@ -214,6 +214,16 @@ def test_end_all_ends_every_job_and_ignores_later_reports() -> None:
     scheduler.check()
 
 
+def test_reports_of_jobs_from_before_a_restore_are_ignored() -> None:
+    rig = Rig(4)
+    rig.keep("ab")
+    restored = OffloadScheduler(4, [GROUP])
+    restored.restore(rig.scheduler.snapshot())
+    assert restored.complete(1) is None
+    with pytest.raises(StateError):
+        restored.complete(2)
+
+
 def test_nan_is_refused_as_a_deadline() -> None:
     scheduler = OffloadScheduler(4, [GROUP])
     with pytest.raises(ConfigError, match="NaN"):

@@ -149,6 +149,29 @@ def test_lazy_never_evicts_the_parent_of_a_stored_block() -> None:
     assert (rig.found("abcd"), rig.found("wx")) == (2, 2)
 
 
+def test_lazy_passes_over_pinned_blocks() -> None:
+    rig = LazyRig(5, 16)
+    rig.serve("a", "ab")
+    rig.ledger.pool.pin([1])
+    assert rig.store(4) == [2]
+    rig.ledger.pool.unpin([1])
+    assert rig.store(4) == [1]
+
+
+def test_lazy_never_evicts_the_stored_parent_of_a_block_that_needs_room() -> None:
+    """Its parent is the least recent of all slots, and a hit needs both."""
+    rig = LazyRig(9, 2)
+    for prompt in "ax":
+        rig.serve(prompt, prompt)
+        assert len(rig.store(8)) == 1
+    rig.scheduler.add("b", hashes("ab"))
+    rig.scheduler.store(["b"], [2 * BLOCK_SIZE], [1, 7], [0, 2])
+    job = some(rig.scheduler.store_candidates([7], hashes("ab")[1:]))
+    rig.scheduler.complete(job.job_id)
+    rig.scheduler.check()
+    assert (rig.found("ab"), rig.found("x")) == (2, 0)
+
+
 def test_eager_scheduler_refuses_lazy_stores() -> None:
     scheduler, pool = OffloadScheduler(4, [GROUP]), BlockPool(4)
     with pytest.raises(StateError, match="eager"):

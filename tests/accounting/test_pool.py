@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.accounting.model import ModelPool, Refused, flat
 
-from kvstow import BlockPool, KvstowError
+from kvstow import BlockPool, InvalidBlock, KvstowError
 
 Ints: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 
@@ -235,3 +235,17 @@ def test_a_pool_without_events_records_none() -> None:
     pool = BlockPool(4)
     pool.cache(pool.allocate(2), NAMES[:2])
     assert pool.take_events() == []
+
+
+def test_refused_publication_keeps_the_keys_that_were_there() -> None:
+    pool = BlockPool(8)
+    table = pool.allocate(3)
+    assert table is not None
+    names = [bytes([name] * 8) for name in range(4)]
+    pool.cache(table[:1], names[:1])
+    pool.cache(table[2:], names[3:])
+    with pytest.raises(InvalidBlock, match="holds another key"):
+        pool.cache(table, names[:3])
+    assert pool.lookup(names[:2]).tolist() == table[:1].tolist()
+    assert pool.num_cached == 2
+    pool.check()

@@ -180,6 +180,17 @@ def test_truncate_releases_the_slots_of_a_lookup() -> None:
     tier.check()
 
 
+def test_truncated_blocks_do_not_count_as_dropped() -> None:
+    tier = OffloadScheduler(8, [GROUP])
+    tier.add("a", [b"12345671", b"12345672", b"12345673"])
+    job = tier.store(["a"], [3 * BLOCK], [1, 2, 3], [0, 3])
+    assert job is not None
+    tier.complete(job.job_id)
+    tier.truncate("a", 1)
+    tier.finish("a")
+    assert tier.stats()["dropped_blocks"] == 0
+
+
 @pytest.mark.parametrize("is_reset", [False, True])
 def test_truncate_forgets_what_a_lazy_scheduler_would_store(is_reset: bool) -> None:
     tier = OffloadScheduler(8, [GROUP], mode="lazy")
