@@ -355,5 +355,5 @@ def test_random_lives_detect_what_is_left_out(
 ) -> None:
     leave_out(monkeypatch)
     with pytest.raises(AssertionError, match="reads another block"):
-        for seed in range(30):
+        for seed in range(300):
             live(seed, kind, server, tmp_path / str(seed))

@@ -289,6 +289,6 @@ def test_names_that_a_reset_keeps_would_be_seen(
 ) -> None:
     monkeypatch.setattr(shared, "_random", lambda: b"always the same!")
     with pytest.raises(AssertionError, match="wrong bytes"):
-        for seed in range(20):
+        for seed in range(200):
             store.command("FLUSHALL")
             Life(seed, folders(), store).live()
