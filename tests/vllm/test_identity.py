@@ -108,21 +108,24 @@ def test_weights_that_a_trainer_may_send_are_private(cached: Path) -> None:
     assert not identity(str(cached)).why_private
 
 
-@pytest.mark.parametrize("layers", [[], [1]])
-@pytest.mark.parametrize("is_own", [True, False])
-def test_a_model_that_reads_another_tokenizer_is_private(
-    cached: Path, layers: list[int], *, is_own: bool
-) -> None:
-    """DeepSeek V4.1 embeds n-grams of the texts of its tokens."""
-    tokenizer = {"tokenizer": str(cached) if is_own else "someone/else"}
-    own = identity(str(cached), hf_config={"engram_layer_ids": layers}, trust=tokenizer)
-    assert bool(own.why_private) is (bool(layers) and not is_own)
-
-
-@pytest.mark.parametrize(
+TOKENIZERS = pytest.mark.parametrize(
     ("tokenizer", "is_private"),
     [({}, False), ({"tokenizer": "someone/else"}, True), ({"tokenizer_revision": "v2"}, True)],
 )
+
+
+@pytest.mark.parametrize("layers", [[], [1]])
+@TOKENIZERS
+def test_a_model_that_reads_another_tokenizer_is_private(
+    cached: Path, layers: list[int], tokenizer: dict[str, str], *, is_private: bool
+) -> None:
+    """DeepSeek V4.1 embeds n-grams of the texts of its tokens."""
+    trust = {"tokenizer": str(cached), "tokenizer_revision": None} | tokenizer
+    own = identity(str(cached), hf_config={"engram_layer_ids": layers}, trust=trust)
+    assert bool(own.why_private) is (bool(layers) and is_private)
+
+
+@TOKENIZERS
 @pytest.mark.parametrize("media", [None, SimpleNamespace()], ids=["text", "images"])
 @pytest.mark.parametrize("architecture", ["Llava", "Pixtral", "Voxtral"])
 def test_a_model_whose_media_another_tokenizer_prepares_is_private(

@@ -397,11 +397,10 @@ def _has_parts_elsewhere(model: Any) -> bool:
 
     The tokenizer is a part of those that read it, and of those whose media it prepares.
     """
-    if reads_tokenizer(model) and model.tokenizer != model.model:
-        return True
-    if getattr(model, "architecture", None) in _PREPARED_BY_TOKENIZER and takes_media(model):
-        own = (model.model, model.revision)
-        if (model.tokenizer, model.tokenizer_revision) != own:
+    is_prepared = getattr(model, "architecture", None) in _PREPARED_BY_TOKENIZER
+    if reads_tokenizer(model) or (is_prepared and takes_media(model)):
+        tokenizer = (model.tokenizer, model.tokenizer_revision)
+        if tokenizer != (model.model, model.revision):
             return True
     own = vars(model.hf_config)
     return any(name.endswith("_model_id") and own[name] is not None for name in own)
