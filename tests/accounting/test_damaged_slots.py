@@ -61,6 +61,15 @@ def found(tier: OffloadScheduler, num_local: int = 0) -> int:
     return num_tokens // BLOCK
 
 
+def stored_again(tier: OffloadScheduler, request_id: str) -> list[int]:
+    """Return the device blocks that the next report of a request stores, once they are stored."""
+    job = store(tier, request_id, [], num_known=3)
+    assert job is not None
+    tier.complete(job.job_id)
+    tier.check()
+    return list(map(int, job.block_ids))
+
+
 def test_failed_load_drops_the_damaged_slot() -> None:
     tier = filled()
     job = loading(tier, "reader")
@@ -98,16 +107,12 @@ def test_running_request_stores_its_damaged_block_again() -> None:
     """The request already stored the block. The next report of the request stores it again."""
     tier = filled()
     tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
-    job = store(tier, "writer", [], num_known=3)
-    assert job is not None
-    assert job.block_ids.tolist() == [1]
-    tier.complete(job.job_id)
-    tier.check()
+    assert stored_again(tier, "writer") == [1]
     assert found(tier) == 3
 
 
 def test_local_block_that_the_tier_has_lost_is_stored_by_its_next_reader() -> None:
-    """A load that reports its blocks knows only of those that it loads that the tier has them."""
+    """A load that reports a request's blocks knows that the tier has those that it loads."""
     tier = filled()
     tier.finish("writer")
     tier.complete(loading(tier, "reader").job_id, ok=[False, True, True])
@@ -115,11 +120,7 @@ def test_local_block_that_the_tier_has_lost_is_stored_by_its_next_reader() -> No
     assert tier.lookup("local", BLOCK, ALL) == 2 * BLOCK
     load = tier.load("local", 2 * BLOCK, [[51, 52]], local_ids=[[50]])
     tier.complete(load.job_id)
-    job = store(tier, "local", [], num_known=3)
-    assert job is not None
-    assert job.block_ids.tolist() == [50]
-    tier.complete(job.job_id)
-    tier.check()
+    assert stored_again(tier, "local") == [50]
     assert found(tier) == 3
 
 

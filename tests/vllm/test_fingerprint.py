@@ -343,9 +343,8 @@ def test_vllm_has_all_settings_that_a_fingerprint_reads() -> None:
         return {field.name for field in fields(cls)}
 
     assert {*shaping_module._OF_STATES, "kv_cache_dtype_skip_layers"} <= settings(CacheConfig)
-    of_ranks = {*shaping_module._OF_EXPERTS, "data_parallel_size", "worker_cls"}
-    of_ranks.add("worker_extension_cls")
-    assert of_ranks <= settings(ParallelConfig)
+    of_workers = {"data_parallel_size", "worker_cls", "worker_extension_cls"}
+    assert {*shaping_module._OF_EXPERTS, *of_workers} <= settings(ParallelConfig)
     assert {"mamba_config", "additional_config", "lora_config"} <= settings(VllmConfig)
     assert isinstance(ModelConfig.is_moe, property)
     of_drafts = {"kv_cache_dtype", "moe_backend", "num_speculative_tokens", "draft_model_config"}

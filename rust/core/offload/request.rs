@@ -14,7 +14,7 @@ use super::{Mode, OffloadScheduler};
 #[derive(Clone, Debug, Default)]
 pub(super) struct RequestState {
     pub(super) hashes: SharedHashes,
-    /// Its serial number in the ledger whose block table `tables` repeats.
+    /// Its serial number in the ledger, if `store_step` has read `tables` from there.
     pub(super) ledger_serial: Option<u64>,
     /// Per group.
     pub(super) tables: Vec<ReportedTable>,

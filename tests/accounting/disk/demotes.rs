@@ -1,10 +1,10 @@
 //! Demotes read only what lies on the host, and only what the disk lacks.
 
 use kvstow_core::ids::{BlockId, GroupId};
-use kvstow_core::offload::{DiskConfig, OffloadScheduler, Outcome, Progress};
+use kvstow_core::offload::{DiskConfig, OffloadScheduler, Outcome};
 
 use super::super::hashes;
-use super::plans::{ask, names_of, open, store};
+use super::plans::{ask, begin_store, names_of, open, store};
 
 const BLOCK_SIZE: usize = 4;
 
@@ -23,11 +23,7 @@ fn no_demote_reads_a_slot_that_a_store_fills_again() {
     let load = scheduler.load("b", BLOCK_SIZE, &[vec![BlockId(2)]], None).unwrap();
     scheduler.complete(load.job_id, 0, Outcome::Blocks(vec![false])).unwrap().unwrap();
     // The next store brings the same block to the same slot.
-    scheduler.add("c", &hashes(&[1])).unwrap();
-    let new_blocks: [&[BlockId]; 1] = [&[BlockId(3)]];
-    let progress =
-        Progress { request_id: "c", num_computed_tokens: BLOCK_SIZE, new_blocks: &new_blocks };
-    let refill = scheduler.store(std::iter::once(progress), None).unwrap().unwrap();
+    let refill = begin_store(&mut scheduler, "c", &[1], 3).unwrap();
     assert_eq!(demoted(&mut scheduler), [], "the slot is half written");
     scheduler.complete(refill.job_id, 0, true).unwrap().unwrap();
     assert_eq!(demoted(&mut scheduler), [1]);

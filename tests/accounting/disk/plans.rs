@@ -6,7 +6,7 @@ use kvstow_core::ids::{BlockId, GroupId, JobId};
 use kvstow_core::key::{BlockHash, Hashes};
 use kvstow_core::ledger::BlockLedger;
 use kvstow_core::offload::{
-    Admit, DiskConfig, DiskMode, OffloadConfig, OffloadScheduler, Outcome, Progress, TierJob,
+    Admit, DiskConfig, DiskMode, Job, OffloadConfig, OffloadScheduler, Outcome, Progress, TierJob,
     Unsaved,
 };
 
@@ -48,14 +48,24 @@ pub(super) fn chained(names: &[u16]) -> Vec<Option<BlockHash>> {
 
 /// Stores a prompt's blocks, with device blocks from `first` on.
 pub(super) fn store(scheduler: &mut OffloadScheduler, request_id: &str, names: &[u16], first: u32) {
+    if let Some(job) = begin_store(scheduler, request_id, names, first) {
+        scheduler.complete(job.job_id, 0, true).unwrap();
+    }
+}
+
+/// As [`store`], up to the end of the copies.
+pub(super) fn begin_store(
+    scheduler: &mut OffloadScheduler,
+    request_id: &str,
+    names: &[u16],
+    first: u32,
+) -> Option<Job> {
     scheduler.add(request_id, &hashes(names)).unwrap();
     let blocks: Vec<BlockId> = (first..).take(names.len()).map(BlockId).collect();
     let new_blocks = [blocks.as_slice()];
     let num_computed_tokens = names.len() * BLOCK_SIZE;
     let progress = Progress { request_id, num_computed_tokens, new_blocks: &new_blocks };
-    if let Some(job) = scheduler.store(std::iter::once(progress), None).unwrap() {
-        scheduler.complete(job.job_id, 0, true).unwrap();
-    }
+    scheduler.store(std::iter::once(progress), None).unwrap()
 }
 
 pub(super) fn names_of(job: &TierJob) -> Vec<u16> {
@@ -243,11 +253,7 @@ fn a_late_promote_keeps_no_block_from_being_stored_again() {
 fn no_request_waits_for_a_disk_block_that_a_store_brings_to_the_host() {
     let names = [1, 2];
     let mut scheduler = warm(4, &names, DiskConfig::new(4));
-    scheduler.add("a", &hashes(&names)).unwrap();
-    let new_blocks: [&[BlockId]; 1] = [&[BlockId(1), BlockId(2)]];
-    let progress =
-        Progress { request_id: "a", num_computed_tokens: 2 * BLOCK_SIZE, new_blocks: &new_blocks };
-    let job = scheduler.store(std::iter::once(progress), None).unwrap().unwrap();
+    let job = begin_store(&mut scheduler, "a", &names, 1).unwrap();
     assert_eq!(ask(&mut scheduler, "b", &names), Some(0));
     assert_eq!(scheduler.promote(usize::MAX, None).unwrap(), None);
     scheduler.complete(job.job_id, 0, true).unwrap().unwrap();

@@ -189,7 +189,7 @@ impl Form {
             is_low_priority,
             num_losses: num_losses_at_store,
             waiting: _,
-            ledger_serial: _,
+            ledger_serial: _, // only `store_step` reads it
         } = request;
         self.put(hashes.len());
         self.flags(&[
