@@ -34,9 +34,14 @@ impl<T> Requests<T> {
     /// order in which they were added.
     #[inline]
     pub(crate) fn place_after(&self, before: Option<usize>, request_id: &str) -> Result<usize> {
-        let next = before.map_or(0, |place| place + 1);
-        match self.requests.get(next) {
-            Some((name, _)) if **name == *request_id => Ok(next),
+        self.place_near(before.map_or(0, |place| place + 1), request_id)
+    }
+
+    /// As [`Requests::place`], but tries the place `likely` first.
+    #[inline]
+    pub(crate) fn place_near(&self, likely: usize, request_id: &str) -> Result<usize> {
+        match self.requests.get(likely) {
+            Some((name, _)) if **name == *request_id => Ok(likely),
             _ => self.place(request_id),
         }
     }

@@ -55,6 +55,9 @@ class Pair:
         name = f"r{self.num_names}"
         self.num_names += 1
         hashes = new_hashes(self.rng, self.rng.randrange(6))
+        if self.rng.random() < 0.2:
+            # The later requests have other places in the ledger than in the scheduler.
+            self.ledger.add(f"{name}, only in the ledger", [])
         for each in self.ledger, self.reads, self.gets:
             each.add(name, hashes)
         self.num_reported[name] = [0] * len(self.block_sizes)

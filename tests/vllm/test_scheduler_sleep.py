@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,15 @@ def test_a_reset_of_vllms_pool_alone_keeps_a_tier_without_a_version_of_the_weigh
         assert scheduler.half.lookup(scheduler.request("b", 100), 0) == 96
         assert scheduler.manager.reset_prefix_cache()
         assert scheduler.half.lookup(scheduler.request("c", 100), 0) == 96
+
+
+def test_vllms_map_of_the_device_is_freed_when_vllm_resets_its_pool() -> None:
+    scheduler = Scheduler(FULL)
+    scheduler.half.lookup(scheduler.request("a", 100), 0)
+    pool = scheduler.manager.block_pool
+    device_keys = weakref.ref(pool.cached_block_hash_to_block)
+    assert pool.reset_prefix_cache()
+    assert device_keys() is None
 
 
 def test_weights_that_are_put_back_during_sleep_count_as_other_weights(tmp_path: Path) -> None:

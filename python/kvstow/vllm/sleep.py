@@ -12,6 +12,7 @@ The workers keep the host memory mapped either way.
 from __future__ import annotations
 
 import logging
+import weakref
 from dataclasses import dataclass, field
 
 from vllm.v1.request import RequestStatus
@@ -46,8 +47,9 @@ class Sleep:
     adapters: Adapters
     weights: WeightsVersion
     must_compare: bool = field(init=False)
-    # vLLM's map of the blocks on the device, which it makes anew when it resets its pool.
-    _device_keys: object = None
+    # vLLM's map of the blocks on the device, which it makes anew when it resets its pool. To keep
+    # the old map would keep its memory, and the next lookup would wait until it is freed.
+    _device_keys: weakref.ref[object] | None = None
     # The last reset emptied the tier and not vLLM's pool, whose blocks the tier may have since.
     _is_pool_older: bool = False
 
@@ -79,8 +81,9 @@ class Sleep:
         The weights may be others then, too. If the last reset emptied the tier and could not reset
         the pool, it was not over until now: requests have hit old blocks of the pool meanwhile.
         """
-        before, self._device_keys = self._device_keys, self.tier.pool.cached_block_hash_to_block
-        if before is not self._device_keys:
+        device_keys = self.tier.pool.cached_block_hash_to_block
+        if self._device_keys is None or self._device_keys() is not device_keys:
+            self._device_keys = weakref.ref(device_keys)
             self.must_compare = self.tier.options.preserve_on_sleep or self._is_pool_older
         if self.must_compare:
             self.must_compare = False

@@ -71,6 +71,14 @@ pub(crate) struct Request {
 }
 
 impl Request {
+    /// Reads what a store needs of it.
+    #[inline]
+    pub(super) fn read_ahead(&self) -> u32 {
+        let hash = self.hashes.last().map_or(0, |hash| u32::from(hash[0]));
+        let last = |table: &BlockTable| table.blocks.last().map_or(0, |block| block.0);
+        self.tables.iter().map(last).fold(hash, |sum, block| sum ^ block)
+    }
+
     pub(super) fn new(serial: u64, num_groups: usize, has_tokens: bool) -> Self {
         Self {
             serial,

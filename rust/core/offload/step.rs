@@ -36,15 +36,24 @@ impl OffloadScheduler {
             ));
         }
         let num_groups = self.model.groups().len();
-        let (mut due, mut tables) = (Vec::new(), Vec::new());
+        let (mut places, mut named) = (Vec::new(), Vec::new());
         let mut before = None;
         for (request_id, num_tokens) in computed {
             let place = self.requests.place_after(before, request_id)?;
             before = Some(place);
-            if num_tokens < self.requests.at(place).due_tokens {
-                continue;
+            if num_tokens >= self.requests.at(place).due_tokens {
+                places.push(place);
+                named.push((request_id, num_tokens));
             }
-            let (request, on_device) = (self.requests.at(place), ledger.request(request_id)?);
+        }
+        self.read_ahead(&places);
+        let ids = named.iter().map(|&(request_id, _)| request_id);
+        let on_device = ledger.read_ahead(places.iter().copied().zip(ids))?;
+        let (mut due, mut tables) = (Vec::with_capacity(places.len()), Vec::new());
+        for ((&place, (request_id, num_tokens)), on_device) in
+            places.iter().zip(named).zip(on_device)
+        {
+            let request = self.requests.at(place);
             check_serial(request, on_device.serial, request_id)?;
             check_granted(request_id, num_tokens, on_device.num_granted_tokens)?;
             let hashes = new_hashes(request, &on_device.hashes, request_id)?;
@@ -64,14 +73,12 @@ impl OffloadScheduler {
         });
         progress.clone().try_for_each(|progress| self.check_blocks(progress.new_blocks))?;
         self.host.slots.pool.agree_width(ledger.pool().hash_width())?;
-        let mut places = Vec::with_capacity(due.len());
         for due in &due {
             let request = self.requests.at_mut(due.place);
             request.ledger_serial = Some(due.serial);
             if !due.hashes.is_empty() {
                 Arc::make_mut(&mut request.hashes).extend_from_slice(due.hashes);
             }
-            places.push(due.place);
         }
         self.store_checked(&places, max_blocks, progress, deadline)
     }

@@ -213,13 +213,26 @@ impl OffloadScheduler {
 
     /// Reads what the stores of requests need first. Requests lie apart in memory, and so do their
     /// keys in the tier's index. Here the reads of all overlap.
-    fn read_ahead(&self, places: &[usize]) {
+    pub(super) fn read_ahead(&self, places: &[usize]) {
         let read = |sum, &place: &usize| sum ^ self.requests.at(place).read_ahead();
         std::hint::black_box(places.iter().fold(0, read));
+        let pool = &self.host.slots.pool;
+        self.for_each_next(places, |hash, group| pool.prefetch_key(hash, group));
+        self.for_each_next(places, |hash, group| pool.prefetch_holder(hash, group));
+    }
+
+    /// Calls `read` with the key of the last slot that each request keeps, and with the next one.
+    fn for_each_next(&self, places: &[usize], read: impl Fn(&BlockHash, GroupId)) {
         for &place in places {
-            if let Some(hash) = self.requests.at(place).hashes.last() {
-                let groups = self.slot_model.enumerate();
-                groups.for_each(|(group, _)| self.host.slots.pool.prefetch_key(hash, group));
+            let request = self.requests.at(place);
+            for ((id, group), table) in self.slot_model.enumerate().zip(&request.tables) {
+                let per_slot = self.slot_model.hashes_per_block(group);
+                for num_slots in [table.num_kept, table.num_kept + 1] {
+                    let last = (num_slots * per_slot).checked_sub(1);
+                    if let Some(hash) = last.and_then(|last| request.hashes.get(last)) {
+                        read(hash, id);
+                    }
+                }
             }
         }
     }

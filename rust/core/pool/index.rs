@@ -72,6 +72,13 @@ impl Index {
         self.table.prefetch(fingerprint(hash, tag_of(group)));
     }
 
+    /// Begins to load the block that most likely holds a key.
+    #[inline]
+    pub(super) fn prefetch_holder(&self, blocks: &[Block], hash: &BlockHash, group: GroupId) {
+        let candidate = self.table.candidate(fingerprint(hash, tag_of(group)));
+        prefetch_index(blocks, candidate.index());
+    }
+
     /// The oldest holder of the key.
     #[inline]
     pub(super) fn get(

@@ -207,6 +207,13 @@ impl BlockPool {
         self.index.prefetch_key(hash, group);
     }
 
+    /// Begins to load the block that most likely holds a key. It reads what
+    /// [`BlockPool::prefetch_key`] loads.
+    #[inline]
+    pub(crate) fn prefetch_holder(&self, hash: &BlockHash, group: GroupId) {
+        self.index.prefetch_holder(&self.queue.records, hash, group);
+    }
+
     /// Drops the keys of these blocks, referenced or not. A free block keeps its place.
     ///
     /// # Errors
