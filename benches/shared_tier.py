@@ -3,32 +3,29 @@
     .venv/bin/python -m benches.shared_tier [--mib 96] [--rounds 15] [--json]
 
 It starts a RESP server and a Mooncake master on this machine, so all share the processors. The
-sides take turns, and the median turn of each counts: the best one is luck, when the system happens
-to let both processes run at once. Without Mooncake's module the program says so.
+sides take turns, each time another one first. The median turn counts: the best one is luck, when
+both processes happen to run at once. Without Mooncake's module it says so.
 
 On a RESP server:
 
 - kvstow: one job of `RespTier`, with one thread and with two.
-- bare socket: one connection. It sends each block from its slot, or receives it into its slot, and
-  takes the same checksum. It has no header, no deadline, and no errors.
+- bare socket: one connection that sends each block from its slot, or receives it there, and takes
+  the same checksum. It has no header, no deadline, and no errors.
 - redis-py: pipelines of 16 blocks, with a copy of each block and without a checksum.
 
 On Mooncake Store, over TCP, in the memory of another process:
 
 - kvstow: one job of `MooncakeTier`, with one thread and with two.
 - batch calls: the store's own `batch_put_from` and `batch_get_into`, from the same slots, for as
-  many blocks at a time as kvstow's. Nothing is checked, and a value has no header.
+  many blocks at a time. Nothing is checked, and a value has no header.
 - batch calls, header: the same, from other memory, which has room for a header at each block.
 - batch calls, 2 buffers: the store's own calls for values in two buffers, the header of each block
   apart from its slot. Nothing is checked.
 - batch calls, checksum: the same, with the checksum of each block before a put and after a get.
 
-Both ask for 8,192 keys at once, and show the median of 20 calls.
-
-The conditions, with one thread: kvstow at 0.8 of the bare socket, and 8,192 keys within 80 ms; and
-at 0.9 of Mooncake's batch calls with 2 buffers, and 8,192 keys within 20 ms. Its calls with one
-buffer are no condition: a host slot has no room for a header, and each buffer is a transfer of its
-own. So kvstow copies a small block beside its header.
+The conditions, with one thread: kvstow at 0.8 of the bare socket, and 8,192 keys at once within 80
+ms (the median of 20 calls); and at 0.9 of Mooncake's batch calls with 2 buffers, and within 20 ms.
+Its calls with one buffer are no condition, because a host slot has no room for a header.
 """
 
 from __future__ import annotations
@@ -42,6 +39,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -161,20 +159,21 @@ def resp_speeds(server: Server, kib: int, mib: int, num_rounds: int) -> Speeds:
                 "kvstow, 2 threads": lambda: check(two.get(named, slots)),
                 "redis-py": library_get,
             }
-            num_bytes = num * (kib << 10)
             found = {"put": median_s(puts, num_rounds), "get": median_s(gets, num_rounds)}
         server.command("FLUSHALL")
-    return speeds(num_bytes, found)
+    return speeds(num * (kib << 10), found)
 
 
 def median_s(sides: Mapping[str, Callable[[], object]], num_rounds: int) -> dict[str, float]:
     """Let the sides take turns, and return the seconds of the median turn of each."""
     times: dict[str, list[float]] = {name: [] for name in sides}
+    order = deque(sides.items())
     for _ in range(num_rounds):
-        for name, call in sides.items():
+        for name, call in order:
             begin_s = time.perf_counter()
             call()
             times[name].append(time.perf_counter() - begin_s)
+        order.rotate()
     return {name: statistics.median(each) for name, each in times.items()}
 
 
@@ -333,7 +332,7 @@ class OnMooncake:
 
 def mooncake_speeds(master: Master, kib: int, mib: int, num_rounds: int) -> Speeds:
     """Measure blocks of one size on Mooncake Store, in GB/s."""
-    num = (mib << 20) // (kib << 10)
+    num = mib * 1024 // kib
     with (
         HostArena(num, kib << 10, num_prefault_threads=1) as arena,
         HostArena(num, HEADER_BYTES + (kib << 10), num_prefault_threads=1) as roomy,
@@ -355,14 +354,16 @@ def mooncake_speeds(master: Master, kib: int, mib: int, num_rounds: int) -> Spee
             times: dict[str, dict[str, list[float]]] = {
                 what: {name: [] for name in sides} for what in ("put", "get")
             }
+            order = deque(sides.items())
             for _ in range(num_rounds):
-                for name, side in sides.items():
+                for name, side in order:
                     for what, taken in times.items():
                         begin_s = time.perf_counter()
                         getattr(side, what)()
                         taken[name].append(time.perf_counter() - begin_s)
                     # The store keeps what it has, so a put must find nothing there.
                     side.forget()
+                order.rotate()
     medians = {
         what: {name: statistics.median(turns) for name, turns in each.items()}
         for what, each in times.items()

@@ -316,13 +316,18 @@ class _Calls:
     ) -> Sequence[int]:
         tier, rows = self._tier, self._tier._rows
         slots = job.host_slots[part.start : part.stop].tolist()
-        headers = []
-        # Block by block, because one block stays in the processor's caches.
-        for at, slot in enumerate(slots):
-            checksum = int(row_digests(rows, [slot])[0])
-            headers.append(job.namespace.header(*named[at], tier.slot_bytes, checksum))
-            if tier.copies_blocks:
+        if tier.copies_blocks:
+            digests = []
+            # Block by block, because one block stays in the processor's caches.
+            for at, slot in enumerate(slots):
+                digests += row_digests(rows, [slot]).tolist()
                 self._copies[at] = rows[slot]
+        else:
+            digests = row_digests(rows, slots).tolist()
+        headers = [
+            job.namespace.header(*block, tier.slot_bytes, digest)
+            for block, digest in zip(named, digests, strict=True)
+        ]
         joined = np.frombuffer(b"".join(headers), np.uint8)
         self._headers[: len(slots)] = joined.reshape(-1, HEADER_BYTES)
         # A slot that was damaged on the host is not sent: see `sums`.
@@ -343,23 +348,32 @@ class _Calls:
         num_bytes, whole = tier.slot_bytes, HEADER_BYTES + tier.slot_bytes
         slots = job.host_slots[part.start : part.stop].tolist()
         codes: Sequence[int] = store.batch_get_into_multi_buffers(keys, *self._buffers(slots))
+        expected = {}  # the checksums that the sound headers name, by index
+        for at, block in enumerate(named):
+            header = self._headers[at].tobytes()
+            checksum = job.namespace.checksum(header, *block, num_bytes)
+            if codes[at] == whole and checksum is not None:
+                expected[at] = checksum
+        # In the host slots, because nothing else may write there.
+        if tier.copies_blocks:
+            digests = []
+            for at in expected:
+                rows[slots[at]] = self._copies[at]
+                digests += row_digests(rows, [slots[at]]).tolist()
+        else:
+            digests = row_digests(rows, [slots[at] for at in expected]).tolist()
+        for (at, checksum), digest in zip(expected.items(), digests, strict=True):
+            job.ok[part[at]] = digest == checksum
         wrong, has_master = [], True
-        for at, slot in enumerate(slots):
+        for at, key in enumerate(keys):
             is_wrong = codes[at] == _WRONG_SIZE
             # A master that is down takes seconds to show it, for each block.
             if has_master and codes[at] < 0 and codes[at] not in _ANSWERS | _NO_MASTER:
                 # The transfer of an object that is too short fails as any other.
-                size = store.get_size(keys[at])
+                size = store.get_size(key)
                 is_wrong, has_master = 0 <= size != whole, size not in _NO_MASTER
-            header = self._headers[at].tobytes()
-            checksum = job.namespace.checksum(header, *named[at], num_bytes)
-            if codes[at] == whole and checksum is not None:
-                if tier.copies_blocks:
-                    rows[slot] = self._copies[at]
-                # In the host slot, because nothing else may write there.
-                job.ok[part[at]] = row_digests(rows, [slot])[0] == checksum
             if is_wrong or (codes[at] >= 0 and not job.ok[part[at]]):
-                wrong.append(keys[at])
+                wrong.append(key)
         if wrong:
             store.batch_remove(wrong, True)
             tier.count_wrong(len(wrong))
