@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -47,7 +46,7 @@ from kvstow.tiers.breaker import (
     left_alone,
     with_times,
 )
-from kvstow.tiers.mooncake_link import Link, Links, check_answers
+from kvstow.tiers.mooncake_link import Link, Links, check_answers, parse
 from kvstow.tiers.mooncake_watch import CallWatch
 from kvstow.tiers.namespace import HEADER_BYTES
 from kvstow.tiers.queued import (
@@ -61,7 +60,6 @@ from kvstow.transfer import HostArena
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_PORT: Final = 50051
 _LOCAL_BUFFER_BYTES: Final = 16 << 20
 
 # Blocks of at most so many bytes are copied beside their headers. A larger block takes longer to
@@ -433,29 +431,3 @@ def _set_up(  # noqa: PLR0913 - what Mooncake asks
             "machine has the memory and the devices that it is to use"
         )
     return store
-
-
-def parse(url: str) -> str:
-    """Return the host and port of the master that a URL names.
-
-    Raises:
-        ConfigError: it names none, or contains credentials.
-    """
-    if "@" in url:
-        raise ConfigError(
-            "the URL of the shared tier contains credentials before an @, and Mooncake has none: "
-            "leave them out, and keep its ports in a private network"
-        )
-    try:
-        found = urlsplit(url)
-        port = DEFAULT_PORT if found.port is None else found.port
-    except ValueError:  # whose message may show a part of a password
-        raise ConfigError(
-            "the URL of the shared tier has no valid port: use mooncake://HOST:PORT"
-        ) from None
-    if found.scheme != "mooncake" or not found.hostname or found.path.strip("/") or found.query:
-        raise ConfigError(
-            f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "
-            "mooncake://HOST:PORT"
-        )
-    return f"{found.hostname}:{port}"

@@ -24,17 +24,45 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstow._core import TransferError
+from kvstow._core import ConfigError, TransferError
 
+DEFAULT_PORT: Final = 50051
 # A master that takes longer would hold up the process for as long.
 _ANSWER_S: Final = 2.0
 # To this a server of HTTP or a RESP server answers. A master closes the connection.
 _QUESTION: Final = b"GET / HTTP/1.0\r\nFrom: kvstow, which looks for a Mooncake master\r\n\r\n"
 _OTHERS: Final = (b"HTTP/", b"+", b"-")
+
+
+def parse(url: str) -> str:
+    """Return the host and port of the master that a URL names.
+
+    Raises:
+        ConfigError: it names none, or contains credentials.
+    """
+    if "@" in url:
+        raise ConfigError(
+            "the URL of the shared tier contains credentials before an @, and Mooncake has none: "
+            "leave them out, and keep its ports in a private network"
+        )
+    try:
+        found = urlsplit(url)
+        port = DEFAULT_PORT if found.port is None else found.port
+    except ValueError:  # whose message may show a part of a password
+        raise ConfigError(
+            "the URL of the shared tier has no valid port: use mooncake://HOST:PORT"
+        ) from None
+    if found.scheme != "mooncake" or not found.hostname or found.path.strip("/") or found.query:
+        raise ConfigError(
+            f"{found.scheme}://{found.hostname or ''}{found.path} is no Mooncake master: use "
+            "mooncake://HOST:PORT"
+        )
+    return f"{found.hostname}:{port}"
 
 
 def check_answers(address: str) -> None:

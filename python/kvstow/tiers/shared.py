@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from kvstow._core import ConfigError
 from kvstow.tiers.frame import Fingerprint
 from kvstow.tiers.mooncake import MooncakeTier
-from kvstow.tiers.mooncake import parse as parse_mooncake
+from kvstow.tiers.mooncake_link import parse as parse_mooncake
 from kvstow.tiers.queued import DEFAULT_QUEUED_BYTES, DEFAULT_TIMEOUT_S, checked_job_timeout_s
 from kvstow.tiers.resp import Address, Credentials, RespTier, Security, checked_expiry
 from kvstow.tiers.tier import SharedTier
