@@ -23,9 +23,9 @@ use crate::event::EventLog;
 use crate::ids::{BlockId, GroupId};
 use crate::key::{BlockHash, BlockKey};
 
+use super::AHEAD;
 use super::block::{Block, tag_of};
 use super::fingerprints::{Borrowed, FingerprintTable, Inserted, fingerprint};
-use super::{AHEAD, FAR_AHEAD};
 
 /// A publication that met a block which cannot get its key.
 pub(super) struct Refused {
@@ -215,13 +215,13 @@ impl Index {
             fingerprint
         };
         let mut far = ids.iter().zip(hashes);
-        let mut fingerprints = [0; FAR_AHEAD]; // a ring: each replaces the one that was used
+        let mut fingerprints = [0; AHEAD]; // a ring: each replaces the one that was used
         for (fingerprint, (&id, hash)) in fingerprints.iter_mut().zip(far.by_ref()) {
             *fingerprint = prepare(&entries.table, blocks, id, hash);
         }
         let mut skipped = Vec::new();
         for (at, (&id, hash)) in ids.iter().zip(hashes).enumerate() {
-            let place = &mut fingerprints[at % FAR_AHEAD];
+            let place = &mut fingerprints[at % AHEAD];
             let fingerprint = *place;
             if let Some((&id, hash)) = far.next() {
                 *place = prepare(&entries.table, blocks, id, hash);

@@ -49,10 +49,7 @@ const PIN_BYTES: usize = size_of::<u32>();
 const _: () = assert!(BLOCK_BYTES <= 90);
 
 /// How many blocks ahead a loop prefetches: enough to keep the memory busy.
-const AHEAD: usize = 16;
-
-/// As [`AHEAD`], for loops that change what they prefetch.
-const FAR_AHEAD: usize = 32;
+const AHEAD: usize = 32;
 
 /// Refuses the argument `name` if the machine lacks the memory for `num_entries`, the accounting
 /// that it asks for. Without this check the failed allocation would end the process.

@@ -7,7 +7,7 @@ use crate::ids::BlockId;
 
 use super::block::{Block, HINT_AHEAD, MAX_COUNT};
 use super::free_queue::{END, Link};
-use super::{AHEAD, BlockPool, FAR_AHEAD};
+use super::{AHEAD, BlockPool};
 
 /// How many blocks ahead a free prefetches. Its loop is so short that [`AHEAD`] would not do.
 const FREE_AHEAD: usize = 64;
@@ -32,7 +32,7 @@ impl BlockPool {
         let start = allocated.len();
         allocated.resize(start + n, BlockId::NULL);
         let allocated = &mut allocated[start..];
-        let lag = n.min(FAR_AHEAD); // turns from the prefetch of a key's entry to its removal
+        let lag = n.min(AHEAD); // turns from the prefetch of a key's entry to its removal
         for turn in 0..n + lag {
             if let Some(id) = allocated.get_mut(turn) {
                 let mut block = &mut blocks[at as usize];
