@@ -120,6 +120,10 @@ class StepJobs(KVConnectorMetadata):
     below: LowerOrders | None = None
 
 
+NO_JOBS: Final = StepJobs()
+"""The message of a step in which the workers begin nothing. It never changes."""
+
+
 @dataclass
 class StepReports(KVConnectorWorkerMetadata):
     """Workers to scheduler: the progress of the jobs.

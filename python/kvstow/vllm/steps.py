@@ -44,7 +44,8 @@ class Steps:
         requests.scheduled(scheduled)
         if had_room and not requests.has_room:
             self.stores.store_gathered()
-        transfers.expire()
+        if transfers.in_flight or below is not None:  # not in most steps
+            transfers.expire()
         orders = None
         if below is not None:
             if (slow_loads := below.slow_loads) is not None:
@@ -53,9 +54,7 @@ class Steps:
             is_copying = transfers.is_work_left or transfers.is_loading
             is_idle = not scheduled.total_num_scheduled_tokens
             orders = below.build(is_idle=is_idle, is_copying=is_copying)
-        jobs = transfers.take_jobs()  # last, because an error would lose them
-        jobs.below = orders
-        return jobs
+        return transfers.take_jobs(orders)  # last, because an error would lose them
 
     def evict_unwritten(self, tracked: TrackedRequest) -> None:
         """Drop the keys of blocks that this step granted to a request and did not compute.

@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvstow import Job, JobEnd
 from kvstow.transfer.mover import Direction
-from kvstow.vllm.messages import Copies, StepJobs
+from kvstow.vllm.messages import NO_JOBS, Copies, LowerOrders, StepJobs
 from kvstow.vllm.tier import HostTier
 
 logger = logging.getLogger("vllm." + __name__)
@@ -101,16 +101,20 @@ class Transfers:
         """Have the workers report to vLLM that the load of a request has failed."""
         self.failed_request_ids.append(request_id)
 
-    def take_jobs(self) -> StepJobs:
-        """Return what the workers begin in the step that was just scheduled."""
-        jobs = StepJobs()
-        if self._loads or self._stores or self.failed_request_ids:  # in few steps
-            jobs.loads, jobs.stores = self._loads, self._stores
-            jobs.failed_request_ids = self.failed_request_ids
+    def take_jobs(self, below: LowerOrders | None) -> StepJobs:
+        """Return what the workers begin in the step that was just scheduled.
+
+        Args:
+            below: what the tier below the host is to do.
+        """
+        is_waiting = self.tier.offload is None and not self.tier.is_off
+        if self._loads or self._stores or self.failed_request_ids:
+            jobs = StepJobs(self._loads, self._stores, self.failed_request_ids, is_waiting, below)
             self._loads, self._stores, self.failed_request_ids = [], [], []
-        if self.tier.offload is None:
-            jobs.asks_capacity = not self.tier.is_off
-        return jobs
+            return jobs
+        if is_waiting or below is not None:
+            return StepJobs(asks_capacity=is_waiting, below=below)
+        return NO_JOBS  # most steps
 
     # -- the ends of jobs -----------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Transfers:
     def expire(self) -> None:
         """Fail the jobs that are past their deadline; hold their blocks until the copy ends."""
         offload, below = self.tier.offload, self.tier.below
-        if offload is None or (below is None and not self.in_flight):
+        if offload is None:
             return
         for job_id in offload.expire(self.tier.clock()):
             transfer = self.in_flight.get(job_id)
