@@ -32,7 +32,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvstow import ConfigError
 from kvstow.vllm import KVStowConnector
-from kvstow.vllm.messages import StepJobs, StepReports
+from kvstow.vllm.messages import NO_JOBS, StepJobs, StepReports
 from kvstow.vllm.model import Model
 from kvstow.vllm.options import Options
 from kvstow.vllm.worker import WorkerHalf
@@ -290,6 +290,8 @@ def test_a_step_that_is_bound_twice_begins_once(folder: Path) -> None:
     assert connector.get_transfer_results(set()).failed_recving == {"late"}
     assert run_step(connector, step) == [(1, 0, True)]
     assert not connector.get_transfer_results(set()).failed_recving
+    assert run_step(connector, NO_JOBS) == []
+    assert NO_JOBS == StepJobs(), "all steps without jobs have this message"
     connector.shutdown()
 
 
