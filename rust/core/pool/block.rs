@@ -14,8 +14,9 @@ use super::free_queue::{END, Link, OUTSIDE};
 /// The upper bit of a word whose other bits hold a number below 2^31.
 const FLAG: u32 = 1 << 31;
 
-/// How many blocks later in the free queue a hint points.
-pub(super) const HINT_AHEAD: usize = 16;
+/// How many blocks later in the free queue a hint points, at the least. When a hit takes blocks out
+/// of the queue, hints at them lead nowhere. Then a walk waits for so many of the blocks behind them.
+pub(super) const HINT_AHEAD: usize = 8;
 
 /// The most references that a block can have, and the most pins.
 pub(super) const MAX_COUNT: u32 = FLAG - 1;
@@ -39,7 +40,7 @@ pub(super) struct Block {
     pub(super) newer: BlockId,
     link: Link,
     num_refs: u32,
-    /// A block that entered the free queue about [`HINT_AHEAD`] blocks after this one. It may have
+    /// A block that entered the free queue [`HINT_AHEAD`] or more blocks after this one. It may have
     /// left since, so the hint is only for a prefetch. With [`FLAG`], this block is pinned.
     hint: u32,
 }
@@ -227,7 +228,7 @@ impl Default for Unhinted {
 
 impl Unhinted {
     /// Sets the hint of `id`, which enters the queue, and of a block that entered before. `far` is
-    /// the block that will enter [`HINT_AHEAD`] blocks later, if it is known.
+    /// the block that will enter [`HINT_AHEAD`] or more blocks later, if it is known.
     #[inline]
     pub(super) fn enter(&mut self, id: BlockId, far: Option<BlockId>, blocks: &mut [Block]) {
         if let Some(far) = far {

@@ -11,6 +11,9 @@ use super::{AHEAD, BlockPool};
 
 /// How many blocks ahead a free prefetches. Its loop is so short that [`AHEAD`] would not do.
 const FREE_AHEAD: usize = 64;
+/// Blocks that are freed together, from which on their hints point [`AHEAD`]. The memory needs that,
+/// and of so many blocks few come after a hint that leads nowhere.
+const MANY: usize = 512;
 
 impl BlockPool {
     /// Takes `n` blocks from the head of the queue, each with one reference, and appends them to
@@ -143,7 +146,8 @@ impl BlockPool {
         for id in far.by_ref().take(FREE_AHEAD) {
             prefetch_index(&*blocks, id.index());
         }
-        let mut hints = ids.clone().skip(HINT_AHEAD);
+        let are_many = ids.size_hint().0 >= MANY;
+        let mut hints = ids.clone().skip(if are_many { AHEAD } else { HINT_AHEAD });
         let (mut head, mut tail) = (END, blocks[END as usize].prev());
         let (mut num_entered, mut num_pinned) = (0, 0);
         let mut dropped = Ok(());
