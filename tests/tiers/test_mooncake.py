@@ -147,6 +147,25 @@ def test_values_of_both_ways_are_equal(
                 assert (arena.slots[5] == rows[0]).all()
 
 
+def test_each_part_of_a_job_answers_for_its_own_blocks(
+    tier: MooncakeTier, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never computed: a hit of one part would pass for one of another."""
+    monkeypatch.setattr(tier, "blocks_per_part", 3)
+    rows, store = fill(arena, range(8)), tier.links.current().store
+    numbers = range(601, 609)
+    answer(tier.delete(blocks(*numbers)))
+    assert answer(tier.put(blocks(*numbers[:7]), range(7))) == [True] * 7
+    for damaged in (601, 605):
+        value = store.get(key_of(damaged))
+        store.remove(key_of(damaged), True)
+        assert store.put(key_of(damaged), flip(value, 300)) == 0
+    expected = [False, True, True, True, False, True, True, False]
+    assert answer(tier.get(blocks(*numbers), range(8, 16))) == expected
+    assert (arena.slots[8:16][expected] == rows[expected]).all()
+    assert answer(tier.contains(blocks(*numbers))) == expected, "other blocks have left the store"
+
+
 class _Tardy:
     """A store whose gets write again after they have returned: when a checksum was taken."""
 
