@@ -166,6 +166,21 @@ def test_each_part_of_a_job_answers_for_its_own_blocks(
     assert answer(tier.contains(blocks(*numbers))) == expected, "other blocks have left the store"
 
 
+def test_block_whose_checksum_cannot_be_taken_is_a_miss(
+    tier: MooncakeTier, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(arena, range(1))
+    assert answer(tier.put(blocks(611), [0])) == [True]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", fail)
+    assert answer(tier.get(blocks(611), [5])) == [False]
+    monkeypatch.undo()
+    assert answer(tier.get(blocks(611), [5])) == [True]
+
+
 class _Tardy:
     """A store whose gets write again after they have returned: when a checksum was taken."""
 
