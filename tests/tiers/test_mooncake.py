@@ -219,6 +219,39 @@ def test_bytes_that_arrive_after_their_call_are_not_served(
         monkeypatch.undo()
 
 
+class _Delayed(_Tardy):
+    """A store whose blocks arrive after its gets have returned: when a checksum is to be taken."""
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
+        codes = super().batch_get_into_multi_buffers(keys, pointers, sizes)
+        self._blocks = [ctypes.string_at(address, size) for address, size in self._late]
+        for address, size in self._late:
+            ctypes.memset(address, 0xEE, size)
+        return codes
+
+    def checksums(self, rows: np.ndarray, slots: list[int]) -> np.ndarray:
+        for (address, size), block in zip(self._late, self._blocks, strict=True):
+            ctypes.memmove(address, block, size)
+        return row_digests(rows, slots)
+
+
+def test_block_that_arrives_after_its_copy_is_a_miss(
+    master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torn: the host slot has what the memory of the thread held before."""
+    fill(arena, range(1))
+    with owning(arena, master.url, NAMESPACE) as tier:
+        assert answer(tier.put(blocks(502), [0])) == [True]
+        link = tier.links.current()
+        delayed = _Delayed(link.store)
+        monkeypatch.setattr(link, "store", delayed)
+        monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", delayed.checksums)
+        assert answer(tier.get(blocks(502), [5])) == [False]
+        monkeypatch.undo()
+
+
 def test_a_dead_master_costs_no_more_than_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
