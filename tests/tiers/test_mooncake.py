@@ -147,6 +147,40 @@ def test_values_of_both_ways_are_equal(
                 assert (arena.slots[5] == rows[0]).all()
 
 
+def test_each_part_of_a_job_answers_for_its_own_blocks(
+    tier: MooncakeTier, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never computed: a hit of one part would pass for one of another."""
+    monkeypatch.setattr(tier, "blocks_per_part", 3)
+    rows, store = fill(arena, range(8)), tier.links.current().store
+    numbers = range(601, 609)
+    answer(tier.delete(blocks(*numbers)))
+    assert answer(tier.put(blocks(*numbers[:7]), range(7))) == [True] * 7
+    for damaged in (601, 605):
+        value = store.get(key_of(damaged))
+        store.remove(key_of(damaged), True)
+        assert store.put(key_of(damaged), flip(value, 300)) == 0
+    expected = [False, True, True, True, False, True, True, False]
+    assert answer(tier.get(blocks(*numbers), range(8, 16))) == expected
+    assert (arena.slots[8:16][expected] == rows[expected]).all()
+    assert answer(tier.contains(blocks(*numbers))) == expected, "other blocks have left the store"
+
+
+def test_block_whose_checksum_cannot_be_taken_is_a_miss(
+    tier: MooncakeTier, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(arena, range(1))
+    assert answer(tier.put(blocks(611), [0])) == [True]
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", fail)
+    assert answer(tier.get(blocks(611), [5])) == [False]
+    monkeypatch.undo()
+    assert answer(tier.get(blocks(611), [5])) == [True]
+
+
 class _Tardy:
     """A store whose gets write again after they have returned: when a checksum was taken."""
 
@@ -182,6 +216,39 @@ def test_bytes_that_arrive_after_their_call_are_not_served(
         monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", tardy.checksums)
         assert answer(tier.get(blocks(501), [5])) == [True]
         assert (arena.slots[5] == rows[0]).all()
+        monkeypatch.undo()
+
+
+class _Delayed(_Tardy):
+    """A store whose blocks arrive after its gets have returned: when a checksum is to be taken."""
+
+    def batch_get_into_multi_buffers(
+        self, keys: list[str], pointers: list[list[int]], sizes: list[list[int]]
+    ) -> Any:
+        codes = super().batch_get_into_multi_buffers(keys, pointers, sizes)
+        self._blocks = [ctypes.string_at(address, size) for address, size in self._late]
+        for address, size in self._late:
+            ctypes.memset(address, 0xEE, size)
+        return codes
+
+    def checksums(self, rows: np.ndarray, slots: list[int]) -> np.ndarray:
+        for (address, size), block in zip(self._late, self._blocks, strict=True):
+            ctypes.memmove(address, block, size)
+        return row_digests(rows, slots)
+
+
+def test_block_that_arrives_after_its_copy_is_a_miss(
+    master: Master, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torn: the host slot has what the memory of the thread held before."""
+    fill(arena, range(1))
+    with owning(arena, master.url, NAMESPACE) as tier:
+        assert answer(tier.put(blocks(502), [0])) == [True]
+        link = tier.links.current()
+        delayed = _Delayed(link.store)
+        monkeypatch.setattr(link, "store", delayed)
+        monkeypatch.setattr("kvstow.tiers.mooncake.row_digests", delayed.checksums)
+        assert answer(tier.get(blocks(502), [5])) == [False]
         monkeypatch.undo()
 
 

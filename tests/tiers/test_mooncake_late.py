@@ -7,9 +7,11 @@ longer than the store waits. They take two minutes, so they need KVSTOW_MOONCAKE
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -285,6 +287,20 @@ def test_call_in_doubt_ends_with_the_last_call_of_its_link() -> None:
     link.end(in_doubt=False)
     doubt.join(LONG_S)
     assert not doubt.is_alive(), "the call never ends"
+
+
+@pytest.mark.usefixtures("stores")
+def test_link_keeps_registered_memory_until_it_is_closed() -> None:
+    """A transfer may write there after its user has let go of it."""
+    link, memory = Link(Doubtful()), np.zeros(16, np.uint8)
+    link.register(memory)
+    kept = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert kept() is not None
+    link.close()
+    gc.collect()
+    assert kept() is None
 
 
 def test_call_in_doubt_is_one_that_raises(stores: list[Doubtful]) -> None:

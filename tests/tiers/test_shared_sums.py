@@ -54,17 +54,22 @@ BOTH = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.parametrize("blocks_per_part", [3, 1])
 @BOTH
-def test_damaged_slot_is_not_put_and_promoted_slot_is_summed(opened: Open, tmp_path: Path) -> None:
+def test_damaged_slot_is_not_put_and_promoted_slot_is_summed(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocks_per_part: int
+) -> None:
     device = np.random.default_rng(7).integers(1, 256, (4, SLOT_BYTES), np.uint8)
     content = device.copy()
     with HostArena(8, SLOT_BYTES) as arena, opened(arena, tmp_path) as tier:
+        monkeypatch.setattr(tier, "blocks_per_part", blocks_per_part)
         mover = VerifiedMover(HostMover(BlockLayout.from_arrays([device]), arena))
         with mover:
             mover.store([1, 2, 3], [0, 1, 2], after=READY).wait(LONG_S)
             arena.slots[1, -1] ^= 1
             assert answer(tier.put(BLOCKS, [0, 1, 2])) == [True, False, True]
-            assert answer(tier.get(BLOCKS, [2, 4, 1])) == [True, False, True]
+            wanted = BLOCKS.some(np.array([1, 0, 2]))
+            assert answer(tier.get(wanted, [4, 2, 1])) == [False, True, True]
             assert arena.checksums[4] < 0, "nothing has come"
             mover.load([2, 1], [2, 1], after=READY).wait(LONG_S)  # they held other blocks
             np.testing.assert_array_equal(device[[2, 1]], content[[1, 3]])

@@ -16,6 +16,7 @@ from tests.tiers.resp.simulated import Simulated, Words, bulk, refuses
 from tests.tiers.resp.small import BLOCKS, NUM_BLOCKS, NUM_SLOTS, ended, get, key_of, opened, put
 from tests.tiers.setup import LONG_S
 
+from kvstow._core import row_digests
 from kvstow.tiers import breaker, queued
 from kvstow.tiers.namespace import Namespace
 from kvstow.tiers.resp import Credentials, commands
@@ -323,6 +324,40 @@ def test_blocks_that_were_proven_before_a_cut_count(
         are_equal = (small_arena.slots[16:26] == small_arena.slots[:10]).all(axis=1)
         assert are_equal[ticket.ok[:10]].all() == are_compared
         assert tier.stats().mismatched_blocks == are_compared
+
+
+def test_a_block_that_a_cut_ends_in_the_middle_is_a_miss(
+    small_arena: HostArena, server: Simulated
+) -> None:
+    """Torn: the host slot has the first part of the block, and the rest of another one."""
+
+    def cut(words: Words, connection: socket.socket) -> bytes | None:
+        if words != [b"GET", key_of(3)]:
+            return None
+        connection.sendall(bulk(server.values[key_of(3)])[:-100])
+        return b""
+
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        server.override = cut
+        assert get(tier).ok.tolist() == [number < 3 for number in range(16)]
+
+
+def test_a_block_whose_checksum_cannot_be_taken_is_a_miss(
+    small_arena: HostArena, server: Simulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [None] * 3
+
+    def fails_fourth(rows: Any, ids: Any) -> Any:
+        if not left:
+            raise MemoryError
+        left.pop()
+        return row_digests(rows, ids)
+
+    with opened(small_arena, server.url) as tier:
+        assert put(tier).ok.all()
+        monkeypatch.setattr("kvstow.tiers.resp.commands.row_digests", fails_fourth)
+        assert get(tier).ok.tolist() == [number < 3 for number in range(16)]
 
 
 def test_a_cut_while_wrong_blocks_are_deleted_loses_no_other_block(
