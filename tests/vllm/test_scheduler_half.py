@@ -277,6 +277,35 @@ def test_no_later_block_of_a_request_that_read_a_block_not_loaded_has_a_key() ->
     assert not later.block_hash
 
 
+def test_a_request_that_hits_a_later_block_before_that_loses_its_key_keeps_no_keys() -> None:
+    """vLLM keys the block and grants it to another request within one step.
+
+    That request computes from wrong KV, and its own first step ends well.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 120, num_shared=96)
+    scheduler.admit(second)
+    scheduler.half.build(Step({"a": 4, "b": 24}))
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    first.num_computed_tokens, second.num_computed_tokens = 0, 120
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids=set(block_ids)))
+    anew, third = (scheduler.request(name, 120, num_shared=96) for name in ("anew b", "third b"))
+    scheduler.admit(anew)
+    scheduler.step(anew)
+    second.append_output_token_ids(list(range(20)))
+    third.append_output_token_ids(list(range(80)))
+    assert scheduler.manager.allocate_slots(second, 20)
+    scheduler.admit(third)
+    assert third.num_computed_tokens == 128
+    own = scheduler.manager.get_blocks("third b").blocks[0][8:12]
+    assert all(block.block_hash for block in own)
+    scheduler.half.build(Step({"b": 20, "third b": 72}))
+    third.num_computed_tokens, second.num_computed_tokens = 200, 140
+    scheduler.half.processed(KVConnectorOutput())
+    scheduler.half.build(Step({"b": 1, "third b": 1}))
+    assert not any(block.block_hash for block in own)
+
+
 @pytest.mark.parametrize("is_loading", [False, True], ids=["runs", "loads"])
 def test_a_request_that_shares_only_what_followed_a_block_not_loaded_keeps_no_keys(
     *, is_loading: bool
@@ -323,6 +352,68 @@ def test_blocks_of_a_request_preempted_while_another_connector_loads_lose_their_
     request.num_computed_tokens, request.num_in_flight_tokens = 0, 4
     scheduler.half.build(Step({}, {"a"}))
     assert not scheduler.manager.get_computed_blocks(scheduler.request("b", 100))[1]
+
+
+def test_granted_and_unwritten_blocks_lose_their_keys_if_others_have_the_same_key() -> None:
+    """Two requests share a prompt, so the second one's blocks have the keys of the first one's.
+
+    vLLM finds the first one's blocks by these keys, and not those that were never written.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = requests = [scheduler.request(name, 100) for name in "ab"]
+    for request in requests:  # neither finds blocks of the other
+        assert scheduler.half.lookup(request, 0) == 0
+    for num_tokens in (32, 68):
+        for request in requests:
+            assert scheduler.manager.allocate_slots(request, num_tokens)
+            blocks = scheduler.manager.get_blocks(request.request_id)
+            scheduler.half.allocated(request, blocks, 0)
+        if num_tokens == 32:
+            scheduler.half.build(Step({"a": 32, "b": 32}))
+            for request in requests:
+                request.num_computed_tokens = 32
+    unwritten = scheduler.manager.get_blocks("b").blocks[0][2:6]
+    assert all(block.block_hash for block in unwritten)
+    scheduler.manager.free(second)
+    second.num_computed_tokens = 0
+    scheduler.half.build(Step({"a": 68}, {"b"}))
+    first.num_computed_tokens = 100
+    assert not any(block.block_hash for block in unwritten)
+
+
+@pytest.mark.parametrize("is_prefix_anew", [False, True], ids=["no prefix", "prefix anew"])
+def test_blocks_computed_from_a_block_not_loaded_lose_their_keys_at_a_preemption(
+    *, is_prefix_anew: bool
+) -> None:
+    """The request has not run when another connector reports that it did not load its hit.
+
+    It runs its first step, and vLLM preempts it before the next one.
+    """
+    scheduler = Scheduler(FULL)
+    first, second = loaded_by_another(scheduler, "a"), scheduler.request("b", 200, num_shared=96)
+    hit, num_local, found = scheduler.look_up(second)
+    assert (num_local, found) == (96, 0)
+    assert scheduler.manager.allocate_slots(
+        second, 4, num_new_computed_tokens=96, new_computed_blocks=hit
+    )
+    scheduler.half.allocated(second, scheduler.manager.get_blocks("b"), 0)
+    second.num_computed_tokens = 96
+    block_ids = scheduler.manager.get_blocks("a").get_block_ids()[0]
+    scheduler.half.build(Step({"a": 4}))
+    first.num_computed_tokens = 0
+    scheduler.half.processed(KVConnectorOutput(invalid_block_ids=set(block_ids)))
+    if is_prefix_anew:
+        anew = scheduler.request("c", 100)
+        scheduler.admit(anew)
+        scheduler.step(anew)
+    assert scheduler.manager.allocate_slots(second, 104)
+    scheduler.step(second)
+    own = scheduler.manager.get_blocks("b").blocks[0][6:12]
+    assert all(block.block_hash for block in own)
+    scheduler.manager.free(second)
+    second.num_computed_tokens = 0
+    scheduler.half.build(Step({}, {"b"}))
+    assert not any(block.block_hash for block in own)
 
 
 def test_blocks_of_a_request_that_ends_in_its_first_step_keep_their_keys() -> None:

@@ -79,7 +79,7 @@ class Steps:
                 while found := pool.get_cached_block(block_hash, [model.group_ids[g]]):
                     pool.evict_blocks({found[0].block_id})
                     has_key = True
-                if not has_key and not model.is_window[g]:
+                if not (has_key or tracked.is_distrusted or model.is_window[g]):
                     break  # vLLM keys the blocks of a table in their order
 
     def evict_skipped(self, scheduled: SchedulerOutput) -> None:
