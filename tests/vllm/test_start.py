@@ -291,7 +291,7 @@ def test_a_step_that_is_bound_twice_begins_once(folder: Path) -> None:
     assert run_step(connector, step) == [(1, 0, True)]
     assert not connector.get_transfer_results(set()).failed_recving
     assert run_step(connector, NO_JOBS) == []
-    assert NO_JOBS == StepJobs(), "all steps without jobs have this message"
+    assert StepJobs() == NO_JOBS, "all steps without jobs have this message"
     connector.shutdown()
 
 
